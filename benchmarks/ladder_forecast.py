@@ -48,16 +48,16 @@ def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]
     """Return the planner's images per second, and GB of a device at its peak."""
     from sd_lightning.apps.planning import run_of
     from sd_lightning.apps.run_spec import RunSpec
-    from sd_lightning.planner.candidates import Candidate
-    from sd_lightning.planner.here import cluster_here
-    from sd_lightning.planner.search import Cluster, Search
+    from sd_lightning.planner.devices import Cluster
+    from sd_lightning.planner.footprint import Candidate
+    from sd_lightning.planner.search import Search
     from sd_lightning.strategies import engine_of
 
     spec, count = RunSpec.of(composed(options)), hardware.count
     model = spec.model.describe()
     cluster = Cluster(hardware.device, count)
     if hardware.on_cpu:
-        cluster = cluster_here(hardware.device, count, on_cpu=True)
+        cluster = Cluster.here(hardware.device, count, on_cpu=True)
     run = run_of(spec, model, count)
     candidate = Candidate("", lambda **_: engine_of(spec.strategy))
     search = Search(

@@ -111,7 +111,7 @@ def forecast(
         rungs: Names of those to predict; all if not given.
         effort: How long the calibration may take.
     """
-    from sd_lightning.planner.calibration import calibrate
+    from sd_lightning.planner.measuring import calibrate
 
     machine = Machine.here(processes)
     found = calibrate(date.today().isoformat(), effort)

@@ -30,10 +30,8 @@ import unet_35m
 from hand_written import Batch
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning._console import quiet_libraries
-from sd_lightning.planner.calibration import calibrate
 from sd_lightning.planner.forecast import Forecaster
-from sd_lightning.planner.links import rates_in_group, start_in_group
-from sd_lightning.planner.measuring import Effort
+from sd_lightning.planner.measuring import Effort, calibrate, links_in_group
 from sd_lightning.planner.roofline import Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies import engine_of
@@ -107,7 +105,7 @@ def measured(subject: Subject, make: Callable[[], Any]) -> float:
 def speeds_now() -> Speeds:
     """Measure what this process reaches while the others do the same."""
     cpu = torch.device("cpu")
-    links, start = rates_in_group(cpu), start_in_group(cpu)
+    links, start = links_in_group(cpu)
     dist.barrier()
     speeds = replace(calibrate("today", Effort(least=0.01, links=False)).speeds, link=links, collective=start)
     dist.barrier()
@@ -116,8 +114,7 @@ def speeds_now() -> Speeds:
 
 def predicted(subject: Subject, make: Callable[[], Any], speeds: Speeds) -> float:
     """Predict the seconds of a step."""
-    from sd_lightning.planner.passes import encoding_recordings
-    from sd_lightning.planner.trace import Trace
+    from sd_lightning.planner.passes import encoding_traces
 
     model = subject.build()
     run = TrainingRun(
@@ -131,8 +128,8 @@ def predicted(subject: Subject, make: Callable[[], Any], speeds: Speeds) -> floa
     forecaster = Forecaster(model, run)
     footprint = engine_of(make()).footprint(forecaster.workload)
     assert footprint is not None
-    recordings = encoding_recordings(model, run, subject.batch_size)
-    encoding = sum(float(speeds.seconds(Trace(each), 0).sum()) for each in recordings)
+    traces = encoding_traces(model, run, subject.batch_size)
+    encoding = sum(float(speeds.seconds(each, 0).sum()) for each in traces)
     work = Work(run.world_size, 1, encoding, 0)
     return step_time(forecaster.trace(footprint), subject.batch_size, footprint.traffic, speeds, work).total
 

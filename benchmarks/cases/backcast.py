@@ -62,10 +62,7 @@ def predicted(setup: Setup, what: str) -> float:
         if what == "allocated":
             return plan.memory.device
         if what == "reserved":
-            forecaster = Forecaster(model, plan.run)
-            footprint = plan.candidate.footprint(forecaster.workload)
-            assert footprint is not None
-            segments = forecaster.segments(footprint)
+            segments = Forecaster(model, plan.run).segments(plan.footprint)
             return plan.memory.device_phase.nbytes + segments.most - segments.live
         if what == "without_encoding":
             return plan.time.total / _planned(replace(setup, run={**setup.run, "encodes": False}))[1].time.total
@@ -80,7 +77,7 @@ def _planned(setup: Setup) -> tuple[Any, Any]:
     import sd_lightning
     from sd_lightning import LatentDiffusion
     from sd_lightning.planner import plan
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
     from sd_lightning.planner.run import TrainingRun
 
     sd_lightning.register_strategies()

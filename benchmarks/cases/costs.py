@@ -23,9 +23,9 @@ from published import TWO_PHASES
 
 if TYPE_CHECKING:
     from sd_lightning import LatentDiffusion
-    from sd_lightning.planner.devices import Device
+    from sd_lightning.planner.devices import Cluster, Device
     from sd_lightning.planner.run import TrainingRun
-    from sd_lightning.planner.search import Cluster, Plan
+    from sd_lightning.planner.search import TrainingPlan
 
 BARS: dict[str, str] = {}
 TABLE = {
@@ -74,7 +74,7 @@ class Machine:
     @property
     def cluster(self) -> Cluster:
         """The same for the planner, with the host memory that the table assumes."""
-        from sd_lightning.planner.search import Cluster
+        from sd_lightning.planner.devices import Cluster
 
         return Cluster(self.device, self.count)
 
@@ -184,7 +184,7 @@ def phases(model: LatentDiffusion, name: str, machine: Machine) -> dict[str, flo
     return metrics
 
 
-def _fastest(model: LatentDiffusion, machine: Machine, run: TrainingRun) -> Plan | None:
+def _fastest(model: LatentDiffusion, machine: Machine, run: TrainingRun) -> TrainingPlan | None:
     """Return the fastest plan of a step of the recipe's size, if one fits; nothing is offloaded."""
     from sd_lightning.planner.search import Search
 
@@ -197,13 +197,12 @@ def _fastest(model: LatentDiffusion, machine: Machine, run: TrainingRun) -> Plan
 def _seconds_to_encode(model: LatentDiffusion, machine: Machine, resolution: int) -> float:
     """Return the seconds in which one GPU encodes an image and its caption, as many at a time as `precompute` does."""
     from sd_lightning.models.encoder import images_per_call
-    from sd_lightning.planner.passes import encoding_recordings
+    from sd_lightning.planner.passes import encoding_traces
     from sd_lightning.planner.roofline import Speeds
-    from sd_lightning.planner.trace import Trace
 
-    count, speeds = images_per_call(resolution, resolution), Speeds.of(machine.device)
-    recordings = encoding_recordings(model, _run(machine, resolution), count)
-    return sum(float(speeds.seconds(Trace(each), 0, tf32=True).sum()) for each in recordings) / count
+    count, speeds = images_per_call(resolution, resolution), Speeds.of(machine.device).with_tf32()
+    traces = encoding_traces(model, _run(machine, resolution), count)
+    return sum(float(speeds.seconds(each, 0).sum()) for each in traces) / count
 
 
 def _run(machine: Machine, resolution: int, **options: Any) -> TrainingRun:
@@ -224,13 +223,13 @@ def _run(machine: Machine, resolution: int, **options: Any) -> TrainingRun:
 
 
 def _candidates() -> list[Any]:
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
 
     return [each for each in CANDIDATES if each.name in STRATEGIES]
 
 
 def _offloading_partly() -> list[Any]:
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
 
     return [each for each in CANDIDATES if each.strategy == GEMINI and FRACTION in each.settings]
 

@@ -4,6 +4,7 @@ On the CPU, device and host are one memory. The real peak includes what Python, 
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from torchrun import torchrun
@@ -65,5 +66,5 @@ def predicted(name: str, precision: str) -> int:
     update = held[When.AS_READY] + held[When.UPDATE]
     if name.startswith("deepspeed") and "zero3" not in name:
         update = max(update, footprint.dtype.itemsize * sum(weight.numel for weight in forecaster.workload.weights))
-    step = StepCurves(forecaster.trace(footprint), footprint, holdings).total(BATCH_SIZE).max()
+    step = StepCurves(forecaster.trace(footprint), replace(footprint, device=holdings)).total(BATCH_SIZE).max()
     return int(held[When.ALWAYS] + max(step, update))

@@ -87,8 +87,8 @@ def measure(
         effort: How long the calibration may take.
     """
     from sd_lightning import LatentDiffusion
-    from sd_lightning.planner.calibration import calibrate
-    from sd_lightning.planner.search import Plan
+    from sd_lightning.planner.measuring import calibrate
+    from sd_lightning.planner.search import TrainingPlan
 
     found = calibrate(date.today().isoformat(), effort)
     model = LatentDiffusion.build(architecture, device="meta")
@@ -96,7 +96,7 @@ def measure(
     speeds_of: dict[str, float] = {}
     errors: dict[str, list[float]] = {"memory": [], "time": []}
 
-    def compare(name: str, plan: Plan) -> None:
+    def compare(name: str, plan: TrainingPlan) -> None:
         seconds, peak = trained(architecture, plan, steps)
         told = max(plan.memory.on_device[:2], key=lambda phase: phase.nbytes)  # the step's; nothing is encoded before
         metrics[f"{name}_ms"], metrics[f"{name}_gb"] = 1e3 * seconds, peak / 1e9
@@ -128,9 +128,9 @@ def measure(
 def plans(model: Any, found: Any, names: list[str], setting: Setting | None, sizes: list[int]) -> Any:
     """Return the plans of some candidates on this machine, the fastest first; with the batch sizes to choose from."""
     import sd_lightning
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
     from sd_lightning.planner.run import TrainingRun
-    from sd_lightning.planner.search import search
+    from sd_lightning.planner.search import plan
 
     sd_lightning.register_strategies()
     run = TrainingRun(
@@ -144,7 +144,7 @@ def plans(model: Any, found: Any, names: list[str], setting: Setting | None, siz
     options: dict[str, Any] = {"speeds": found.speeds, "tf32": True, "run": run, "candidates": candidates}
     if setting is not None and setting.checkpointing != "auto":
         options["checkpointing"] = setting.checkpointing
-    result = search(model, found.device, micro_batches=sizes, **options).plans()
+    result = plan(model, found.device, micro_batches=sizes, **options)
     return result.best or result.too_large
 
 

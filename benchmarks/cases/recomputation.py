@@ -68,8 +68,8 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
     import torch
 
     from sd_lightning.models.checkpointing import Kept
-    from sd_lightning.planner.calibration import calibrate
     from sd_lightning.planner.checkpointing import choose
+    from sd_lightning.planner.measuring import calibrate
     from sd_lightning.planner.passes import training_pass
     from sd_lightning.planner.run import TrainingRun
     from sd_lightning.planner.trace import Trace

@@ -149,7 +149,7 @@ def test_a_line_of_a_gpu_without_a_table_is_told_and_left_out(capsys: pytest.Cap
 def test_runs_of_gpu_cases_name_what_the_planner_and_the_models_know() -> None:
     from sd_lightning import register_strategies
     from sd_lightning.models import families
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
 
     register_strategies()
     cases = {name: load.MEASURED for name in run.case_names() if hasattr(load := run.load_case(name), "MEASURED")}

@@ -11,9 +11,10 @@ import torch
 
 from places import REPO
 from sd_lightning import LatentDiffusion
-from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.footprint import (
+    CANDIDATES,
     PAGE_LOCKED_ROUNDING,
+    Candidate,
     Footprint,
     Holding,
     When,

@@ -18,7 +18,7 @@ from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.planner.footprint import When
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster
-from sd_lightning.planner.inference_memory import inference_bytes
+from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies import engine_of
 from sd_lightning.strategies.ddp import DDPStrategy

@@ -15,7 +15,6 @@ from sd_lightning.planner.footprint import When, Workload
 from sd_lightning.planner.forecast import StepCurves
 from sd_lightning.planner.passes import weights_of
 from sd_lightning.planner.recording import PRIME, record
-from sd_lightning.planner.trace import Trace
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.processes.group import leave_process_group
 
@@ -68,7 +67,7 @@ def predicted(network: Any, count: int, side: int, strategy: FSDPStrategy) -> fl
         batch_size=PRIME,
     )
     always = sum(each.nbytes for each in footprint.device if each.when is When.ALWAYS)
-    return always + float(StepCurves(Trace(recorded), footprint).total(count).max())
+    return always + float(StepCurves(recorded, footprint).total(count).max())
 
 
 @pytest.mark.parametrize("reshard", [True, False])

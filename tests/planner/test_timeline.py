@@ -1,5 +1,6 @@
 """The timeline of a step adds up to its forecast, and names what its peak consists of."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,16 +10,15 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.checkpointing import Kept
-from sd_lightning.planner import comparison
-from sd_lightning.planner.comparison import smallest, speedup_of_memory
-from sd_lightning.planner.devices import GIB, Device
+from sd_lightning.planner import alternatives
+from sd_lightning.planner.alternatives import smallest, speedup_of_memory
+from sd_lightning.planner.devices import GIB, Cluster, Device
 from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.recording import record
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Search, search
-from sd_lightning.planner.timeline import OTHERS, Timeline, timeline
-from sd_lightning.planner.trace import Trace
+from sd_lightning.planner.search import Search
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.presets import register_candidates
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +29,28 @@ def tiny() -> LatentDiffusion:
 @pytest.mark.parametrize("kept", [Kept.ALL, Kept.INPUTS])
 def test_all_kinds_together_are_the_forecast(tiny: LatentDiffusion, kept: Kept) -> None:
     blocks = {} if kept is Kept.ALL else {"unet.mid_block.attentions.0": kept}
-    forecaster = Forecaster(tiny, TrainingRun(8, 32, averages=True, kept=blocks))
+    forecaster = Forecaster(tiny, TrainingRun(1024, 32, averages=True, kept=blocks))
     footprint = GeminiStrategy().footprint(forecaster.workload)
     assert footprint is not None
-    found = timeline(forecaster, footprint)
+    found = forecaster.timeline(footprint)
     phase = forecaster.forecast(footprint).on_device[0]
     assert found.total.max() == pytest.approx(phase.nbytes, abs=8), "bytes are rounded down in a phase"
-    assert sum(curve[found.peak] for curve in found.activations.values()) == phase.parts["activations"]
-    for kind, curve in found.held.items():
-        assert curve[found.peak] == pytest.approx(phase.parts.get(kind, 0), abs=1)
-    assert sum(found.by_block.values()) == phase.parts["activations"]
-    assert found.blocks[found.peak] in found.told() and f"{phase.nbytes / 1e9:.2f} are activations (" in found.told()
+    at_peak = {kind: float(curve[found.total.argmax()]) for kind, curve in found.kinds.items()}
+    activations = {k.removeprefix("activations: "): n for k, n in at_peak.items() if k.startswith("activations")}
+    assert sum(activations.values()) == phase.parts["activations"]
+    for kind in at_peak.keys() - {f"activations: {each}" for each in activations}:
+        assert at_peak[kind] == pytest.approx(phase.parts.get(kind, 0), abs=1)
+    shares = ", ".join(f"{k} {n / 1e9:.2f}" for k, n in sorted(activations.items(), key=lambda each: -each[1]) if n)
+    told = rf"{phase.where}: (.*) GB of {phase.nbytes / 1e9:.2f} are activations \({shares}\); (.*) made (.*) of them"
+    match = re.fullmatch(told, found.description)
+    assert match is not None and match[1] == f"{phase.parts['activations'] / 1e9:.2f}"
+    assert match[2] in found.blocks and 0 < float(match[3]) <= float(match[1])
 
 
 def test_activations_are_of_the_kind_of_operation_that_made_them() -> None:
     network = nn.Sequential(nn.Conv2d(2, 4, 1, bias=False, device="meta"), nn.SiLU(), nn.Flatten(), nn.SiLU())
     x = torch.zeros(16, 2, 8, 8, device="meta")
-    trace = Trace(record(lambda: network(x).sum(), parameters=network.parameters()))
+    trace = record(lambda: network(x).sum(), parameters=network.parameters())
     names = [each.cost.name for each in trace.operations]
     forward = names.index("convolution")
     after = names.index("silu", names.index("silu") + 1)
@@ -56,25 +61,12 @@ def test_activations_are_of_the_kind_of_operation_that_made_them() -> None:
     assert trace.live(1, makers == "convolution")[after] == output, "kept for the gradient of the activation"
 
 
-def test_the_peak_is_told_in_a_sentence() -> None:
-    found = Timeline(
-        {"weights": np.array([3e9, 3e9])},
-        {"attention": np.array([0.0, 4e9]), OTHERS: np.array([0.0, 1e9])},
-        ["", "unet.up_blocks.3"],
-        np.array([False, True]),
-        {"unet.up_blocks.3": int(3e9), "": int(2e9)},
-    )
-    assert found.told() == (
-        "at 50 % of the operations, backward in unet.up_blocks.3: 5.00 GB of 8.00 are activations (attention 4.00, "
-        "others 1.00); unet.up_blocks.3 made 3.00 of them"
-    )
-
-
 def prepared(tiny: LatentDiffusion, gigabytes: float) -> Search:
     device = Device(
         "small", gigabytes * 1e9 / GIB, 64, dict.fromkeys(("float32", "tf32", "float16", "bfloat16"), 9.0), 90, 9
     )
-    return search(tiny, device, run=TrainingRun(1, 32), batch_size=256)
+    register_candidates()
+    return Search(tiny, TrainingRun(1, 32), Cluster(device), batch_size=256)
 
 
 def test_more_memory_is_worth_something_only_if_it_lacks(tiny: LatentDiffusion) -> None:
@@ -90,8 +82,8 @@ def test_the_smallest_gpu_is_the_first_that_fits(tiny: LatentDiffusion, monkeypa
     assert found is not None and found.fits and found.cluster.device.memory_gib == 12, "of the tables that ship"
     table = found.cluster.device
     sizes = {str(size): replace(table, memory_gib=size) for size in (0.5, 0.55, 1.0, 12)}
-    monkeypatch.setattr(comparison, "tables", lambda: sizes)
+    monkeypatch.setattr(alternatives, "tables", lambda: sizes)
     found = smallest(search)
     assert found is not None and found.cluster.device.memory_gib == 1.0
-    monkeypatch.setattr(comparison, "tables", lambda: dict(list(sizes.items())[:2]))
+    monkeypatch.setattr(alternatives, "tables", lambda: dict(list(sizes.items())[:2]))
     assert smallest(search) is None

@@ -45,13 +45,11 @@ def loss_of(network: Any, device: str, count: int, side: int = 8, length: int = 
 
 def traced(network: nn.Module, **shape: int) -> Trace:
     """Trace a step whose gradients are kept."""
-    trace = Trace(
-        record(
-            lambda: loss_of(network, "meta", PRIME, **shape),
-            blocks=repeated_blocks(network),
-            parameters=network.parameters(),
-            batch_size=PRIME,
-        )
+    trace = record(
+        lambda: loss_of(network, "meta", PRIME, **shape),
+        blocks=repeated_blocks(network),
+        parameters=network.parameters(),
+        batch_size=PRIME,
     )
     trace.freed[trace.is_gradient] = len(trace.operations)
     return trace
@@ -111,7 +109,7 @@ def test_one_trace_serves_all_batch_sizes(built: Any, checkpointing: bool) -> No
         return
     alone = traced(network)
     for count in (2, 3, 5, 64):
-        direct = Trace(record(lambda count=count: loss_of(network, "meta", count), parameters=network.parameters()))  # type: ignore[misc]
+        direct = record(lambda count=count: loss_of(network, "meta", count), parameters=network.parameters())  # type: ignore[misc]
         direct.freed[direct.is_gradient] = len(direct.operations)
         assert np.array_equal(alone.live(count), direct.live(1)), "byte for byte"
         assert np.array_equal(alone.flops.at(count), direct.flops.at(1))
@@ -143,15 +141,15 @@ def test_operations_belong_to_blocks_forward_backward_and_in_recomputation() -> 
 
 def test_autocast_is_that_of_cuda() -> None:
     network = unet("meta", checkpointing=False)
-    recording = record(lambda: loss_of(network, "meta", 2), parameters=network.parameters(), autocast=torch.bfloat16)
-    forward = [each.cost for each in recording.operations if not each.is_backward]
+    trace = record(lambda: loss_of(network, "meta", 2), parameters=network.parameters(), autocast=torch.bfloat16)
+    forward = [each.cost for each in trace.operations if not each.is_backward]
     assert {cost.dtype for cost in forward if cost.name in ("convolution", "addmm", "mm")} == {torch.bfloat16}
     assert {cost.dtype for cost in forward if "attention" in cost.name} == {torch.bfloat16}
     assert {cost.dtype for cost in forward if cost.name in ("native_group_norm", "native_layer_norm")} == {
         torch.float32
     }
     casts = sum(cost.name == "_to_copy" for cost in forward)
-    kept = sum(b.size.constant for b in recording.buffers if b.born < len(forward) and b.freed > len(forward))
+    kept = sum(b.size.constant for b in trace.buffers if b.born < len(forward) and b.freed > len(forward))
     weights = sum(2 * p.numel() for p in network.parameters() if p.dim() > 1)
     assert casts >= sum(p.dim() > 1 for p in network.parameters()) and kept >= 0.9 * weights, "weights are cast once"
 

@@ -17,10 +17,10 @@ from sd_lightning.apps import auto
 from sd_lightning.apps import train as app
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.choice import Choice
-from sd_lightning.planner.devices import DTYPES, GIB, Device
+from sd_lightning.planner.devices import DTYPES, GIB, Cluster, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
-from sd_lightning.planner.search import Cluster, Plan
+from sd_lightning.planner.search import TrainingPlan
 
 TRAIN = "train callbacks.samples=null trainer.limit_val_batches=0 logger=csv "
 HOST = 64 * 10**9
@@ -35,7 +35,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     def has(gigabytes: float) -> None:
         device = Device("a small GPU", gigabytes * GB / GIB, 8, dict.fromkeys(DTYPES, 10.0), 300, 10)
         monkeypatch.setattr(auto, "hardware_here", lambda: (device, Speeds.of(device)))
-        monkeypatch.setattr(auto, "cluster_here", lambda d, count, on_cpu: Cluster(d, count, HOST))
+        monkeypatch.setattr(Cluster, "here", lambda d, count, on_cpu: Cluster(d, count, HOST))
 
     has(24)
     return has
@@ -180,7 +180,7 @@ def test_a_strategy_that_measures_cannot_be_planned(compose: Compose, hardware: 
 
 
 def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardware) -> None:
-    def plan_for(gigabytes: float) -> Plan:
+    def plan_for(gigabytes: float) -> TrainingPlan:
         hardware(gigabytes)
         cfg = compose("dreambooth", "experiment=auto", "instance_data_dir=photos", "instance_prompt=a sks dog")
         spec = RunSpec.of(cfg)

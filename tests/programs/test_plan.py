@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError, _conf
 from sd_lightning import plan as program
 from sd_lightning.apps import plan, planning, preflight
-from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
@@ -116,11 +116,11 @@ def test_the_printed_command_trains_what_was_planned(
 def test_the_command_names_where_pictures_come_from_that_are_no_digits(compose: Compose) -> None:
     options = ("strategy=single", "data.batch_size=4", "trainer.precision=bf16-mixed")
     cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "trainable=lora", "encoders=text")
-    command = train_command(RunSpec.of(cfg), replace(TrainingRun(1, 512), cache_latents=True), options)
+    command = plan.train_command(RunSpec.of(cfg), replace(TrainingRun(1, 512), cache_latents=True), options)
     assert command.startswith("python -m sd_lightning.train model=sd15 trainable=lora data=images data.train_data_dir=")
     assert "data.cache_latents=true" in command and "data.center_crop=true" in command
     cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "encoders=none")
-    assert "data=latents data.store=store" in train_command(
+    assert "data=latents data.store=store" in plan.train_command(
         RunSpec.of(cfg), TrainingRun(1, 512, averages=True), options
     )
 
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["images=0"], "plan got images=0; expected a number above 0; write images=1e6"),
         (["loader=0"], "plan got loader=0; expected a number above 0; write loader=200"),
         (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
-        (["data.resolution=100"], "plan got data.resolution=100; expected a multiple of 8 pixels, e.g. 512"),
+        (["data.resolution=101"], "plan got data.resolution=101; expected a multiple of 4 pixels, e.g. 32"),
         (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),
         (["gpus=0"], "plan got gpus=0; expected at least 1"),
         (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),
@@ -192,11 +192,11 @@ def test_what_does_not_fit_is_told_with_what_would(
             ["strategy=gemini_auto"],
             "nothing can be predicted: gemini_auto chooses what it offloads by measuring a step",
         ),
-        (["gpu=null"], "plan got no gpu, and this machine has none; write gpu=<name>, one of a100-40gb"),
+        (["gpu=null"], "has no table for this machine.*calibrate here, .*; or write gpu=<name>, one of a100-40gb"),
     ],
 )
 def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options: list[str], told: str) -> None:
-    if options == ["gpu=null"] and plan.torch.cuda.is_available():
+    if options == ["gpu=null"] and torch.cuda.is_available():
         options = ["gpu=none"]
         told = "gpu=none: no such GPU"
     with pytest.raises(UsageError, match=told):
@@ -265,9 +265,13 @@ def test_no_plan_is_faster_than_the_data_loader(
 
 def test_what_the_allocator_loses_is_told_if_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     best = SimpleNamespace(memory=SimpleNamespace(device=10 * 10**9), cluster=SimpleNamespace(memory=11 * 10**9))
+    plans: Any = SimpleNamespace(best=[best], speeds=SimpleNamespace(overlaps=True))
+    monkeypatch.setattr(plan, "smallest", lambda _: None)
+    monkeypatch.setattr(plan, "speedup_of_memory", lambda *_: None)
 
     def told(lost: int) -> list[str]:
-        return plan._fragments(SimpleNamespace(segments=lambda _: Reserved(peak=lost)), best)  # type: ignore[arg-type]
+        search: Any = SimpleNamespace(segments=lambda _: Reserved(peak=lost))
+        return plan.hint_lines(search, plans)
 
     assert told(10**7) == []
     (line,) = told(5 * 10**8)

@@ -20,9 +20,8 @@ from places import SUPPORT
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.export import main as export_main
 from sd_lightning.loading import load_model
-from sd_lightning.models.families.autoencoder import decoding_in_tiles
 from sd_lightning.models.generation import SamplingOptions, generate
-from sd_lightning.planner.inference_memory import inference_bytes, weight_bytes
+from sd_lightning.planner.passes import inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, dequantize_, linear, quantize_, replace_module
 from sd_lightning.quantization import config as defaults
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
@@ -621,9 +620,7 @@ def test_weights_are_counted_once_with_buffers() -> None:
 def test_tiles_lower_the_peak() -> None:
     model = on_meta("sd21", Int8(dtype="float16"))
     whole = inference_bytes(model, height=512, width=512)[1]
-    with decoding_in_tiles(model.vae, True):
-        tiled = inference_bytes(model, height=512, width=512)[1]
-    assert not model.vae.use_tiling
+    tiled = inference_bytes(model, height=512, width=512, vae_tiling=True)[1]
     assert tiled <= 1.5e9 < whole
 
 

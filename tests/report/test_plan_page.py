@@ -12,7 +12,7 @@ import pytest
 from composing import compose
 from sd_lightning import _conf
 from sd_lightning.apps import plan
-from sd_lightning.planner import comparison
+from sd_lightning.planner import alternatives
 from sd_lightning.planner.devices import load_device
 from sd_lightning.report import write_report
 
@@ -29,8 +29,8 @@ def make() -> Iterator[Callable[..., str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         few = {name: load_device(name) for name in ("t4", "h100")}
-        patch.setattr(comparison, "tables", lambda: few)
-        patch.setattr(comparison, "_COUNTS", (1, 8))
+        patch.setattr(alternatives, "tables", lambda: few)
+        patch.setattr(alternatives, "_COUNTS", (1, 8))
         yield made
 
 
@@ -47,7 +47,7 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
         assert row in page and f"<td>{each['device_peak'] / 1e9:.1f}</td>" in page
     best = data["plans"][0]
     assert data["command"] in page and data["command"].endswith(" ".join(best["options"]))
-    assert data["timeline"]["told"][1:] in page and f"$ {best['dollars_per_million']:,.2f}" in page
+    assert data["timeline"]["peak"][1:] in page and f"$ {best['dollars_per_million']:,.2f}" in page
     assert f"{1e9 / best['images_per_second'] / 86400:,.1f} days" in page
     for each in data["gpus"]:
         assert f"<td>{each['count']} x {each['gpu']}</td><td>{each['name']}</td>" in page
@@ -56,7 +56,7 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
         f"The fastest plan: {best['name']}",
         *("Memory, predicted", "Memory by strategy, predicted", "Memory of a step, predicted", "Time, predicted"),
         *("Time by strategy, predicted", "Speed against memory, predicted", "All strategies, predicted"),
-        *("Other GPUs, predicted", "Dollars for a million images, predicted", "Where the numbers are from"),
+        *("Other GPUs, predicted", "Where the numbers are from"),
     ]
     labels = re.findall(r'<p class="value">.*?</p><p>(.*?)</p>', page)
     assert len(labels) == 5 and all("predicted" in label for label in labels), "no figure of a tile is measured"

@@ -17,8 +17,8 @@ import lightning_jobs as jobs
 import small_training as small
 from ranks import run_jobs
 from sd_lightning import AutoStrategy, UsageError
-from sd_lightning.planner.candidates import CANDIDATES
 from sd_lightning.planner.devices import DTYPES, GIB, Device
+from sd_lightning.planner.footprint import CANDIDATES
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies.ddp import DDPStrategy

@@ -19,7 +19,7 @@ from torch import Tensor
 from loading_driver import begin_peak, status
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.pipeline_folder import file_keys, weights_file
-from sd_lightning.planner.inference_memory import weight_bytes
+from sd_lightning.planner.passes import weight_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage.safetensors_file import SLICE_BYTES
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.plan_record import record
+from sd_lightning.apps.plan_output import record
 from sd_lightning.apps.planning import check_predictable, run_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
-from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.alternatives import remedies
+from sd_lightning.planner.calibration import hardware_here
 from sd_lightning.planner.choice import Choice, NothingFits
-from sd_lightning.planner.here import cluster_here, hardware_here
-from sd_lightning.planner.remedies import remedies
-from sd_lightning.planner.search import Plan, Recompute, Search
+from sd_lightning.planner.devices import Cluster
+from sd_lightning.planner.footprint import Candidate
+from sd_lightning.planner.search import Recompute, Search, TrainingPlan
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.run_folder import PLAN
 from sd_lightning.strategies import engine_of
@@ -79,7 +80,7 @@ def choose(spec: RunSpec, *, batch_size: int | None = None) -> tuple[RunSpec, Ch
     search = Search(
         model,
         replace(run_of(spec, model), gradient_checkpointing=False),
-        cluster_here(device, count, on_cpu=not spec.cuda_devices),
+        Cluster.here(device, count, on_cpu=not spec.cuda_devices),
         speeds=speeds,
         batch_size=None if is_free else count * -(-batch_size // count),  # parts may differ by one sample
         micro_batches=range(1, max(num_samples(spec) // count, 1) + 1) if is_free else None,
@@ -90,14 +91,14 @@ def choose(spec: RunSpec, *, batch_size: int | None = None) -> tuple[RunSpec, Ch
     try:
         choice = Choice.of(search, who)
     except NothingFits as error:
-        ours = (each.option for each in remedies(search, error.plans) if error.plans.too_large)
-        helping = [option for option in ours if not option.startswith(("gpu", "host", "encoders"))]
+        changes = remedies(search, error.plans) if error.plans.too_large else {}
+        helping = [option for option in changes if not option.startswith(("gpu", "host", "encoders"))]
         smaller = "write a smaller data.resolution, or take a larger GPU"
         raise error.with_remedy(f"write {' or '.join(helping)}" if helping else smaller) from None
     return with_plan(spec, choice.plan), choice
 
 
-def with_plan(spec: RunSpec, plan: Plan) -> RunSpec:
+def with_plan(spec: RunSpec, plan: TrainingPlan) -> RunSpec:
     """Return a run with a plan's settings."""
     changes: dict[str, Any] = {
         "trainer.accumulate_grad_batches": plan.run.accumulate,

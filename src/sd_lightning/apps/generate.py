@@ -23,7 +23,7 @@ from sd_lightning.loading import read_scheduler
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import find_folder
-from sd_lightning.planner.inference_memory import inference_bytes
+from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import runs
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
@@ -165,11 +165,11 @@ def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures:
     """Print the memory that the model takes in int8, and would take in half and full precision."""
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
     batch_size = min(options.batch_size, num_pictures)
-    with model.family.decoding_in_tiles(model.vae, options.vae_tiling):
-        (weights, peak), half, full = (
-            inference_bytes(model, height=height, width=width, batch_size=batch_size, dtype=dtype)
-            for dtype in (None, torch.float16, torch.float32)
-        )
+    drawn: dict[str, Any] = {"height": height, "width": width, "batch_size": batch_size}
+    (weights, peak), half, full = (
+        inference_bytes(model, **drawn, dtype=dtype, vae_tiling=options.vae_tiling)
+        for dtype in (None, torch.float16, torch.float32)
+    )
     print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
     count = f"{batch_size} picture{'s' if batch_size > 1 else ''} of {width}x{height} at a time"
     print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")

@@ -1,41 +1,56 @@
-"""The planning program: a table of strategies with their predicted memory, time and cost."""
+"""The planning program: a table of strategies with their predicted memory, time and cost; and ``plan calibrate``."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import shlex
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sd_lightning._console import aligned
+from sd_lightning import _conf
+from sd_lightning._conf.annotations import as_override
+from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.plan_command import train_command
-from sd_lightning.apps.plan_record import record, timeline_record
+from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
 from sd_lightning.apps.planning import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.planner.calibration import device_name, file_of, hardware
-from sd_lightning.planner.candidates import Candidate
-from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
-from sd_lightning.planner.devices import Device, tables
+from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
+from sd_lightning.planner.calibration import file_of, hardware, hardware_here
+from sd_lightning.planner.devices import Cluster, Device, tables
+from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.forecast import GB
-from sd_lightning.planner.here import hardware_here
-from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Cluster, Plan, Plans, Search, search
+from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.presets import PRESETS
+from sd_lightning.strategies.presets import PRESETS, register_candidates
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_OF_PLAN = frozenset(
+    [
+        *("action", "gpu", "gpus", "host_gb", "images", "price", "loader", "compare", "output"),
+        *("encoders", "ema", "strategy", "hydra"),
+    ]
+)
+"""Settings of the planning program that a plan's options or :func:`_implied` say in the words of ``train``."""
+_CHOSEN = frozenset(("data.batch_size", "trainer.precision", "speed.gradient_checkpointing"))
+"""Settings that are among the options of every plan, or are left at the default of both programs."""
+_SHARED = ("module.train_text_encoder", "module.encoder_dtype", "module.offload_encoders", "speed.allow_tf32")
+"""Settings of both programs whose defaults differ, or that a model's preset sets."""
+_WORTH_TELLING = 0.01
+"""Part of a plan's memory."""
+_LEAST_TOLD = 0.05 * GB
+"""Less is printed as 0.0 GB."""
 
 
 def run(cfg: DictConfig) -> int:
@@ -45,135 +60,113 @@ def run(cfg: DictConfig) -> int:
         Exit code: 0 if a plan fits, 1 if none does.
     """
     if cfg.action == "calibrate":
-        from sd_lightning.apps import calibrate
-
-        return calibrate.run(cfg)
-    spec = RunSpec.of(cfg)
-    check(spec)
-    device, speeds = hardware_of(spec["gpu"])
-    price = Price.of(spec, device)
+        return calibrate(cfg.output if "output" in _conf.overridden_keys() else None)
     started = time.perf_counter()
+    spec = RunSpec.of(cfg)
     model = spec.model.describe()
-    training = run_of(spec, model)
-    prepared = search(
+    check(spec, model)
+    device, speeds = hardware_of(spec["gpu"])
+    register_candidates()
+    host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)
+    search = Search(
         model,
-        device,
-        spec["gpus"],
-        run=training,
-        host_memory=None if spec["host_gb"] is None else int(spec["host_gb"] * GB),
+        run_of(spec, model),
+        Cluster(device, spec["gpus"], host_memory),
+        speeds=speeds,
         batch_size=spec["data.batch_size"],
         checkpointing=spec["speed.gradient_checkpointing"],
         candidates=None if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
         tf32=spec["speed.allow_tf32"],
-        speeds=speeds,
     )
-    found = prepared.plans()
-    if not found.best and not found.too_large:
-        raise UsageError(f"plan: nothing can be predicted: {'; '.join(found.skip_reasons)}")
-    command = train_command(spec, training, found.best[0].options()) if found.best else None
-    first = title(spec, training, found.cluster)
-    print(*table(found, first, images=spec["images"], price=price, command=command), sep="\n")
-    if not found.best:
-        print(*advice(remedies(prepared, found)), sep="\n")
-    hints = hint_lines(prepared, found)
+    plans = search.plans()
+    if not plans.best and not plans.too_large:
+        raise UsageError(f"plan: nothing can be predicted: {'; '.join(plans.skip_reasons)}")
+    title = title_of(spec, search.run)
+    price, price_source = spec["price"], "given"
+    if price is None and device.price_per_hour is not None:
+        price, price_source = device.price_per_hour, device.price_source or "from the GPU's table"
+    command = train_command(spec, search.run, plans.best[0].options()) if plans.best else None
+    count, host = search.cluster.count, search.cluster.host
+    memory = f"{device.memory_gib:g} GiB, with {host / GB:.0f} GB of host memory each"
+    print(f"{title}, on {count} x {device.name} ({memory})", end="\n\n")
+    print(*table(plans, command, spec["images"], price), sep="\n")
+    if price is not None:
+        print(f"dollars: {price:g} per hour and GPU, {price_source}")
+    if count > 1:
+        print(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
+    if not plans.best:
+        print(*advice(remedies(search, plans)), sep="\n")
+    hints = hint_lines(search, plans)
     print(*hints, sep="\n")
     if spec["output"] is not None:
-        data = {**record_of(spec, training, found, price), "command": command, "hints": hints}
-        write(spec, prepared, found, data)
+        settings = f"given: {' '.join(sys.argv[1:])}; the others by default"
+        data = record(plans, title=title, settings=settings, price=price) | {
+            "command": command,
+            "hints": hints,
+            "images": spec["images"],
+            "price_source": None if price is None else price_source,
+            "timeline": timeline_record(search.timeline(plans.best[0])) if plans.best else None,
+            "gpus": list(map(gpu_record, on_other_gpus(search, plans))) if spec["compare"] else [],
+        }
+        write(data, Path(spec["output"]))
         print(f"written to {spec['output']} after {time.perf_counter() - started:.1f} s")
-    return 0 if found.best else 1
+    return 0 if plans.best else 1
 
 
-@dataclass(frozen=True)
-class Price:
-    """Of a GPU."""
+def calibrate(output: str | None) -> int:
+    """Measure this machine, print the figures, and write them to ``output``, so that plans are made with them."""
+    from sd_lightning.planner import measuring
 
-    per_hour: float
-    """Dollars."""
-    source: str
+    unused = sorted(_conf.overridden_keys() - {"action", "output"})
+    if unused:
+        raise UsageError(f"plan calibrate got {unused[0]}; it measures this machine, whatever is trained; leave it out")
+    if output is not None and not output.endswith(".json"):
+        raise UsageError(f"plan calibrate got output={output}; expected a file that ends with .json; leave it out")
+    started = time.perf_counter()
+    calibration = measuring.calibrate(datetime.date.today().isoformat())
+    file = file_of(calibration.device.name) if output is None else Path(output)
+    calibration.write(file)
+    print(*calibration_table(calibration), sep="\n")
+    print(f"written to {file} after {time.perf_counter() - started:.0f} s; plans for this machine use it from here on,")
+    print(f"and those made elsewhere with gpu={file}")
+    return 0
 
-    @classmethod
-    def of(cls, spec: RunSpec, device: Device) -> Price | None:
-        """Return the price of the command line, or that of the GPU's table; None if there is none."""
-        if spec["price"] is not None:
-            return cls(spec["price"], "given")
-        if device.price_per_hour is None:
-            return None
-        return cls(device.price_per_hour, device.price_source or "from the GPU's table")
 
-
-def hint_lines(prepared: Search, found: Plans) -> list[str]:
+def hint_lines(search: Search, plans: Plans) -> list[str]:
     """Return what the allocator loses, the smallest GPU, and what more memory buys, as lines of text."""
-    on_gpu = found.speeds.overlaps
-    lines = _fragments(prepared, found.best[0]) if found.best and on_gpu else []
-    least = smallest(prepared)
+    lines = []
+    if plans.best and plans.speeds.overlaps:
+        fastest = plans.best[0]
+        lost = search.segments(fastest).fragments
+        if lost >= max(_WORTH_TELLING * fastest.memory.device, _LEAST_TOLD):
+            fits = fastest.memory.device + lost <= fastest.cluster.memory
+            lines.append(
+                f"train sets PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}; without it, CUDA's allocator loses "
+                f"{lost / GB:.1f} GB more between the blocks of the fastest plan"
+                + ("" if fits else ", which does not fit then")
+            )
+    least = smallest(search)
     if least is not None:
         device = least.cluster.device
         lines.append(
             f"smallest GPU that trains this: {device.name}, {device.memory_gib:g} GiB, with {least.candidate.name}"
         )
-    faster = speedup_of_memory(prepared, found)
+    faster = speedup_of_memory(search, plans)
     if faster is not None:
         lines.append(f"1 GB more on each GPU: {100 * faster:+.1f} % images per second")
     return lines
 
 
-def _fragments(prepared: Search, fastest: Plan) -> list[str]:
-    lost = prepared.segments(fastest).fragments
-    if lost < max(_WORTH_TELLING * fastest.memory.device, _LEAST_TOLD):
-        return []
-    fits = fastest.memory.device + lost <= fastest.cluster.memory
-    return [
-        f"train sets PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}; without it, CUDA's allocator loses {lost / GB:.1f} GB more "
-        "between the blocks of the fastest plan" + ("" if fits else ", which does not fit then")
-    ]
-
-
-_WORTH_TELLING = 0.01
-"""Part of a plan's memory."""
-_LEAST_TOLD = 0.05 * GB
-"""Less is printed as 0.0 GB."""
-
-
-def record_of(spec: RunSpec, training: TrainingRun, found: Plans, price: Price | None) -> dict[str, Any]:
-    """Return what ``output`` holds, without what takes longer to compute."""
-    made = f"given: {' '.join(sys.argv[1:])}; the others by default"
-    found_record = record(
-        found, title=what_is_trained(spec, training), settings=made, price=None if price is None else price.per_hour
-    )
-    return {
-        **found_record,
-        "images": spec["images"],
-        "price_source": None if price is None else price.source,
-    }
-
-
-def write(spec: RunSpec, prepared: Search, found: Plans, data: dict[str, Any]) -> None:
-    """Write the page or the JSON file, with the timeline of the fastest plan and other GPUs."""
-    data["timeline"] = timeline_record(prepared.timeline(found.best[0])) if found.best else None
-    data["gpus"] = []
-    if spec["compare"]:
-        for each in on_other_gpus(prepared, found):
-            price = each.cluster.device.price_per_hour
-            data["gpus"].append(
-                {
-                    "gpu": each.cluster.device.name,
-                    "count": each.cluster.count,
-                    "name": each.candidate.name,
-                    "options": list(each.options()),
-                    "images_per_second": each.images_per_second,
-                    "price": price,
-                    "dollars_per_million": None if price is None else each.dollars_per_million(price),
-                }
-            )
-    if spec["output"].endswith(".html"):
-        write_plan_page(Path(spec["output"]), data)
+def write(data: Mapping[str, Any], file: Path) -> None:
+    """Write the page or the JSON file."""
+    if file.suffix == ".html":
+        write_plan_page(file, data)
         return
-    with new_file(Path(spec["output"])) as path:
+    with new_file(file) as path:
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
-def check(spec: RunSpec) -> None:
+def check(spec: RunSpec, model: LatentDiffusion) -> None:
     """Check what no constructor sees.
 
     Raises:
@@ -182,9 +175,11 @@ def check(spec: RunSpec) -> None:
     for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64"), ("loader", "200")):
         if spec[name] is not None and not spec[name] > 0:
             raise UsageError(f"plan got {name}={spec[name]}; expected a number above 0; write {name}={example}")
-    resolution = spec["data.resolution"]
-    if resolution is not None and (resolution < 8 or resolution % 8):
-        raise UsageError(f"plan got data.resolution={resolution}; expected a multiple of 8 pixels, e.g. 512")
+    resolution, step = spec["data.resolution"], model.vae_scale_factor
+    if resolution is not None and (resolution < step or resolution % step):
+        raise UsageError(
+            f"plan got data.resolution={resolution}; expected a multiple of {step} pixels, e.g. {model.resolution}"
+        )
     if spec["output"] is not None and not spec["output"].endswith((".html", ".json")):
         raise UsageError(
             f"plan got output={spec['output']}; expected a file that ends with .html or .json; write output=plan.html"
@@ -195,16 +190,14 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
     """Return a device by the name of its table or file, or this machine's GPU or calibrated CPU; and its speeds.
 
     Raises:
-        UsageError: There is no such table, or no GPU here.
+        UsageError: There is no such table, or none of this machine.
     """
     if name is not None:
         return hardware(name)
-    known = ", ".join(sorted(tables()))
-    if not torch.cuda.is_available() and not file_of(device_name()).is_file():
-        raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
     try:
         return hardware_here()
     except UsageError as error:
+        known = ", ".join(sorted(tables()))
         raise UsageError(f"{error}; or write gpu=<name>, one of {known}, or a YAML file") from error
 
 
@@ -239,74 +232,59 @@ def chosen(spec: RunSpec) -> Candidate:
     return Candidate(name, lambda **_: engine_of(spec.strategy), settings)
 
 
-def what_is_trained(spec: RunSpec, training: TrainingRun) -> str:
+def title_of(spec: RunSpec, training: TrainingRun) -> str:
     """Return model, size, trained weights, precision and optimizer."""
-    what = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
+    weights = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
     target = target_of(spec.optimizer)
     optimizer = getattr(target, "__name__", type(target).__name__)
     size = training.resolution
     model = spec.model.get("pretrained") or spec.model.get("architecture")
-    return f"{model} at {size} x {size}, {what}, {training.precision}, {optimizer}"
+    return f"{model} at {size} x {size}, {weights}, {training.precision}, {optimizer}"
 
 
-def title(spec: RunSpec, training: TrainingRun, cluster: Cluster) -> str:
-    """Return the first line of the table."""
-    return (
-        f"{what_is_trained(spec, training)}, on {cluster.count} x {cluster.device.name} "
-        f"({cluster.device.memory_gib:g} GiB, with {cluster.host / GB:.0f} GB of host memory each)"
-    )
+def train_command(spec: RunSpec, training: TrainingRun, options: Sequence[str]) -> str:
+    """Return the command that trains what was planned: what this command line gave, and what ``train`` has otherwise.
+
+    Args:
+        spec: Of the planning program.
+        training: Its settings of the run.
+        options: Those of a plan.
+    """
+    line = CommandLine.parse("train", sys.argv[1:])
+    chosen = {_key(each) for each in options}
+    left_out = _OF_PLAN | _CHOSEN | chosen
+    given = [each for each in line.overrides if not {_key(each), _key(each).partition(".")[0]} & left_out]
+    if not any(_key(each) == "model" for each in given):
+        given.insert(0, f"model={spec.model.get('architecture')}")
+    settings = list(given)
+    if spec["encoders"] == "none":
+        settings += ["data=latents", "data.store=store"]
+    elif spec.model.get("architecture") != "tiny":  # which trains on digits, without a folder
+        settings += ["data=images", "data.train_data_dir=photos"]
+    known = chosen | {_key(each) for each in given}
+    implied = _implied(spec, training, CommandLine("train", line.folders, tuple(settings)))
+    settings += [f"{key}={as_override(value)}" for key, value in implied if key not in known]
+    folders = [word for folder in line.folders[1:] for word in ("--config-dir", folder)]
+    return shlex.join(["python", "-m", "sd_lightning.train", *folders, *settings, *options])
 
 
-def table(found: Plans, first: str, *, images: float | None, price: Price | None, command: str | None) -> list[str]:
-    """Return the plans as lines of text."""
-    count, per_hour = found.cluster.count, None if price is None else price.per_hour
-    header = ["strategy", "micro-batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
-    header += ["$/million"] * (price is not None) + ["days"] * (images is not None)
-    header += ["dollars"] * (images is not None and price is not None)
-    rows = [header, *(_row(each, images, per_hour) for each in found.best)]
-    lines = [first, "", *aligned(rows)] if found.best else [first, "", "nothing fits"]
-    if found.best:
-        lines += ["", f"fastest: {command}", *(f"  {line}" for line in found.best[0].memory.lines())]
-    if found.too_large:
-        lines += ["", "do not fit, with the smallest batch:"]
-        lines += aligned([_row_too_large(each) for each in found.too_large])
-    lines += [f"not considered: {reason}" for reason in found.skip_reasons]
-    lines += ["", f"GB are predicted from shapes; seconds are {found.speeds.provenance}"]
-    if price is not None:
-        lines.append(f"dollars: {price.per_hour:g} per hour and GPU, {price.source}")
-    if count > 1:
-        lines.append(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
-    return lines
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def advice(found: list[Remedy]) -> list[str]:
-    """Return what makes the run fit as lines of text."""
-    if not found:
-        return ["", "no single change makes it fit: try a smaller model, a lower resolution or several changes"]
-    return ["", "it fits with one of these:", *aligned([[f"  {each.option}", each.strategy] for each in found])]
+def _implied(spec: RunSpec, training: TrainingRun, command: CommandLine) -> Iterator[tuple[str, Any]]:
+    """Yield what ``train`` has otherwise than the plan with this command line."""
+    from omegaconf import OmegaConf
 
-
-def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
-    run = each.run
-    parts = f"{each.cluster.count} x {run.batch_size}" if each.cluster.count > 1 else f"{run.batch_size}"
-    row = [
-        each.candidate.name,
-        f"{parts} x {run.accumulate}" if run.accumulate > 1 else parts,
-        "some" if each.recompute == "auto" else "all" if each.recompute else "no",
-        f"{each.memory.device / GB:.1f}",
-        f"{each.memory.host / GB:.1f}",
-        f"{each.time.total:.3g}",
-        f"{each.images_per_second:.3g}",
-    ]
-    days = None if images is None else images / each.images_per_second / 86400
-    if price is not None:
-        row.append(f"{each.dollars_per_million(price):,.2f}")
-    if days is not None:
-        row.append(f"{days:,.1f}")
-    if images is not None and price is not None:
-        row.append(f"{each.dollars_per_million(price) * images / 1e6:,.0f}")
-    return row
-
-
-def _row_too_large(each: Plan) -> list[str]:
-    return [f"  {each.candidate.name}", f"needs {each.lacks} more"]
+    train = OmegaConf.create(command.compose(list(command.overrides)))
+    wanted: dict[str, Any] = {key: spec[key] for key in _SHARED}
+    wanted["data.resolution"] = training.resolution
+    if spec["encoders"] != "none":
+        wanted["data.cache_latents"] = training.cache_latents
+        if training.cache_latents:
+            wanted["data.center_crop"] = True  # latents can be cached of images that do not change
+    if not training.averages:
+        wanted["callbacks.ema"] = None
+    for key, value in wanted.items():
+        if OmegaConf.select(train, key) != value:
+            yield key, value

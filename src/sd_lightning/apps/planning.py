@@ -14,11 +14,10 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.planner.calibration import device_name, file_of, hardware
+from sd_lightning.planner.calibration import device_name, file_of, hardware, hardware_here
 from sd_lightning.planner.checkpointing import Recomputation, choose
 from sd_lightning.planner.devices import USABLE, Device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
-from sd_lightning.planner.here import hardware_here
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans
@@ -97,7 +96,8 @@ def recomputation(spec: RunSpec, plans: Plans | None = None) -> Recomputation:
         return StepCurves(trace, footprint).total(size) + always if given == "auto" else trace.live(size)
 
     device, speeds = typical_hardware() if plans is None else (plans.cluster.device, plans.speeds)
-    found = choose(traced, total, limit, size, speeds, menu=footprint.menu, tf32=spec.speed.allow_tf32)
+    speeds = speeds.with_tf32() if spec.speed.allow_tf32 else speeds
+    found = choose(traced, total, limit, size, speeds, menu=footprint.menu)
     what = "a step takes" if given == "auto" else "activations take"
     if found.peak > limit:
         raise UsageError(

@@ -25,7 +25,7 @@ _CLOSE = 0.02
 
 
 @dataclass(frozen=True)
-class Choice:
+class Simulated:
     """What blocks keep, and what that is simulated to gain and cost."""
 
     kept: Mapping[str, Kept]
@@ -117,10 +117,9 @@ class Simulation:
         trace: Without checkpointing.
         batch_size: Samples per pass.
         speeds: Of the device.
-        tf32: Products of float32 matrices use TensorFloat-32.
     """
 
-    def __init__(self, trace: Trace, batch_size: int, speeds: Speeds, *, tf32: bool = False) -> None:
+    def __init__(self, trace: Trace, batch_size: int, speeds: Speeds) -> None:
         if trace not in _BLOCKS:
             _BLOCKS[trace] = _Blocks(trace)
         self._of = blocks = _BLOCKS[trace]
@@ -130,7 +129,7 @@ class Simulation:
         self._sizes = sizes[blocks.changed]
         self._signed = np.where(blocks.is_dropped, -self._sizes, self._sizes)
         self._input_sizes = sizes[blocks.inputs]
-        seconds = speeds.seconds(trace, batch_size, tf32=tf32)
+        seconds = speeds.seconds(trace, batch_size)
         self.seconds = float(seconds.sum())
         self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
         for level, again in enumerate(blocks.again):
@@ -148,8 +147,8 @@ class Simulation:
         np.maximum.at(most, blocks.of, held.cumsum()[blocks.forward])
         lost = blocks.is_dropped & ~blocks.kept_changed[level]
         needed = np.bincount(blocks.of_changed[lost], self._sizes[lost], len(self.blocks) + 1)
-        found: np.ndarray = np.maximum(most - needed, 0)[:-1]
-        return found
+        extra: np.ndarray = np.maximum(most - needed, 0)[:-1]
+        return extra
 
     def change(self, levels: np.ndarray) -> np.ndarray:
         """Return the change of the bytes that exist during each operation.
@@ -157,9 +156,6 @@ class Simulation:
         Args:
             levels: For each block, the index in :class:`Kept` of what it keeps.
         """
-        return self._change(levels).astype(np.int64)
-
-    def _change(self, levels: np.ndarray) -> np.ndarray:
         blocks = self._of
         level = levels[blocks.of_changed]
         changed = np.flatnonzero((level > 0) & (blocks.kept_changed[level, blocks.columns] != blocks.is_dropped))
@@ -168,16 +164,16 @@ class Simulation:
         np.maximum.at(until, blocks.which[waiting], blocks.done[blocks.consumers[waiting]])
         sizes, held = self._signed[changed], self._input_sizes
         places = np.concatenate((blocks.begin[changed], blocks.end[changed], blocks.input_freed, until))
-        found = np.bincount(places, np.concatenate((sizes, -sizes, held, -held)), self._count + 1).cumsum()[:-1]
+        change = np.bincount(places, np.concatenate((sizes, -sizes, held, -held)), self._count + 1).cumsum()[:-1]
         again = np.flatnonzero((levels > 0) & blocks.is_entered)
-        found[blocks.entered[again]] += self._extra[levels[again], again]
-        return found
+        change[blocks.entered[again]] += self._extra[levels[again], again]
+        return change
 
     def recomputed(self, levels: np.ndarray) -> float:
         """Return the seconds of recomputation."""
         return float(self._recomputed[np.arange(len(self.blocks)), levels].sum())
 
-    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Choice:
+    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Simulated:
         """Return what blocks keep so that the simulated peak fits with the least recomputation; or the least.
 
         Args:
@@ -185,21 +181,22 @@ class Simulation:
             limit: Bytes.
             menu: What blocks may keep.
         """
-        levels = self._cheapest(memory, limit, [level for level, each in enumerate(_MENU) if each in menu])
-        kept = {name: _MENU[level] for name, level in zip(self.blocks, levels) if level}
-        return Choice(kept, self.change(levels), self.recomputed(levels))
+        return self._simulated(self._cheapest(memory, limit, [n for n, each in enumerate(_MENU) if each in menu]))
 
-    def least(self, menu: Sequence[Kept]) -> Choice:
+    def least(self, menu: Sequence[Kept]) -> Simulated:
         """Return what blocks keep at the least."""
         level = max(level for level, each in enumerate(_MENU) if each in menu)
-        levels = np.full(len(self.blocks), level)
-        return Choice(dict.fromkeys(self.blocks, _MENU[level]), self.change(levels), self.recomputed(levels))
+        return self._simulated(np.full(len(self.blocks), level))
+
+    def _simulated(self, levels: np.ndarray) -> Simulated:
+        kept = {name: _MENU[level] for name, level in zip(self.blocks, levels) if level}
+        return Simulated(kept, self.change(levels).astype(np.int64), self.recomputed(levels))
 
     def _cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[int]) -> np.ndarray:
         reductions = self._reductions(menu)
 
         def fits(levels: np.ndarray) -> bool:
-            return bool((memory + self._change(levels)).max() <= limit)
+            return bool((memory + self.change(levels)).max() <= limit)
 
         def after(number: int) -> np.ndarray:
             levels = np.zeros(len(self.blocks), int)
@@ -225,12 +222,9 @@ class Simulation:
 
     def _reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
         """Return each step of a block to a smaller choice, (block, level): first those with most bytes per second."""
-        if tuple(menu) not in self._known:
-            self._known[tuple(menu)] = self._sorted_reductions(menu)
-        return self._known[tuple(menu)]
-
-    def _sorted_reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
-        found = []
+        if tuple(menu) in self._known:
+            return self._known[tuple(menu)]
+        steps = []
         for block in range(len(self.blocks)):
             points = [(0.0, 0.0, 0)]  # of the convex hull: seconds, bytes freed, level
             for level in menu[1:]:
@@ -242,8 +236,9 @@ class Simulation:
                     points.pop()
                 if freed > points[-1][1]:
                     points.append(new)
-            found += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
-        return [(block, level) for _, block, level in sorted(found, key=lambda each: -each[0])]
+            steps += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
+        reductions = [(block, level) for _, block, level in sorted(steps, key=lambda each: -each[0])]
+        return self._known.setdefault(tuple(menu), reductions)
 
 
 def _rate(last: tuple[float, float, int], new: tuple[float, float, int]) -> float:
@@ -258,7 +253,6 @@ def choose(
     speeds: Speeds,
     *,
     menu: Sequence[Kept] = tuple(Kept),
-    tf32: bool = False,
 ) -> Recomputation:
     """Return what blocks keep so that the peak is below a limit, with the least recomputation.
 
@@ -269,7 +263,6 @@ def choose(
         batch_size: Samples per pass.
         speeds: Of the device.
         menu: What blocks may keep.
-        tf32: Products of float32 matrices use TensorFloat-32.
 
     Returns:
         The choice. If none fits, that with the smallest peak found; its ``peak`` is above the limit.
@@ -278,18 +271,17 @@ def choose(
     memory = total(base)
     if memory.max() <= limit:
         return Recomputation({}, int(memory.max()), 0.0, 0.0)
-    simulation = Simulation(base, batch_size, speeds, tf32=tf32)
-    aimed, found = limit, []
-    tried: list[Mapping[str, Kept]] = []
+    simulation = Simulation(base, batch_size, speeds)
+    aimed = limit
+    choices: list[Recomputation] = []
     for _ in range(_TRIES):
         chosen = simulation.cheapest(memory, aimed, menu)
-        if chosen.kept in tried:
+        if any(each.kept == chosen.kept for each in choices):
             break
-        tried.append(chosen.kept)
         peak = int(total(traced(chosen.kept)).max())
-        found.append(Recomputation(chosen.kept, peak, chosen.seconds, chosen.seconds / simulation.seconds))
+        choices.append(Recomputation(chosen.kept, peak, chosen.seconds, chosen.seconds / simulation.seconds))
         if (1 - _CLOSE) * limit <= peak <= limit:
             break
         aimed += limit - peak  # what the simulation does not know, such as the buffers of a recomputation
-    fitting = [each for each in found if each.peak <= limit]
-    return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.peak)
+    fitting = [each for each in choices if each.peak <= limit]
+    return min(fitting, key=lambda each: each.seconds) if fitting else min(choices, key=lambda each: each.peak)

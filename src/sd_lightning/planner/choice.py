@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.forecast import GB
-from sd_lightning.planner.search import Plan, Plans, Search
+from sd_lightning.planner.search import Plans, Search, TrainingPlan
 
 _RIVALS = 3
 _SAFER = 0.9
@@ -21,7 +21,7 @@ class Choice:
     search: Search
     who: str
     """What the planner chose for: "strategy=auto"."""
-    plan: Plan
+    plan: TrainingPlan
 
     @classmethod
     def of(cls, search: Search, who: str) -> Choice:
@@ -77,7 +77,7 @@ class NothingFits(UsageError):
         return NothingFits(self.plans, self.who, remedy)
 
 
-def description(plan: Plan) -> str:
+def description(plan: TrainingPlan) -> str:
     """Return strategy, batch, memory and time of a plan in one line."""
     each = " on each" if plan.cluster.count > 1 else ""
     batch = f"{plan.run.accumulate} x " * (plan.run.accumulate > 1) + f"{plan.run.batch_size} samples a step{each}"

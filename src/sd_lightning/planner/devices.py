@@ -1,10 +1,10 @@
-"""Device tables: the memory, speed and price of GPUs."""
+"""Device tables: the memory, speed and price of GPUs; and the devices of a run."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ GIB = 2**30
 USABLE = 0.97
 """Part of a GPU's nominal memory that can be used; assumed."""
 DTYPES = ("float32", "tf32", "float16", "bfloat16")
-_OPTIONAL = ("link_gb_per_s", "price_per_hour", "price_source", "reached")
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,47 @@ class Device:
         return int(self.host_memory_gib * GIB)
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a run, of one kind, in one machine."""
+
+    device: Device
+    count: int = 1
+    host_memory: int | None = None
+    """Bytes per GPU; the device table's if not given."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"plan got gpus={self.count}; expected at least 1")
+        if self.host_memory is not None and self.host_memory <= 0:
+            raise UsageError(f"plan got host_gb={self.host_memory / 1e9}; expected gigabytes per GPU, above 0")
+
+    @classmethod
+    def here(cls, device: Device, count: int, *, on_cpu: bool) -> Cluster:
+        """Return this machine's devices for a number of processes, which share the host memory.
+
+        On a CPU, one half of it stands for a GPU's memory, the other for the host's.
+        """
+        share = host_bytes() // count
+        if not on_cpu:
+            return cls(device, count, share)
+        return cls(replace(device, memory_gib=share / 2 / GIB), count, share // 2)
+
+    @property
+    def memory(self) -> int:
+        """Usable bytes of a GPU."""
+        return self.device.usable_memory
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per GPU."""
+        return self.device.host_memory if self.host_memory is None else self.host_memory
+
+
 def tables() -> dict[str, Device]:
     """Return the tables that ship, by name; in the order of memory, then of bandwidth."""
-    found = {path.stem: load_device(path.stem) for path in sorted(_folder().glob("*.yaml"))}
-    return dict(sorted(found.items(), key=lambda each: (each[1].memory_gib, each[1].memory_gb_per_s)))
+    devices = {path.stem: load_device(path.stem) for path in sorted(_folder().glob("*.yaml"))}
+    return dict(sorted(devices.items(), key=lambda each: (each[1].memory_gib, each[1].memory_gb_per_s)))
 
 
 def table_of(device_name: str) -> Device | None:
@@ -108,23 +144,22 @@ def device_of(values: Any, who: str) -> Device:
     known = [each.name for each in fields(Device)]
     if not isinstance(values, dict):
         raise UsageError(f"{who}: holds a {type(values).__name__}; expected the keys {', '.join(known)}")
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1) or ["one of " + ", ".join(known)]
-            raise UsageError(f"{who}: {key} is no key of a device table; expected {near[0]}")
-    for name in known:
-        if name not in values and name not in _OPTIONAL:
-            raise UsageError(f"{who}: {name} is missing; copy it from a table of conf/devices")
-    peaks = values["peak_tflops"]
-    missing = [name for name in DTYPES if name not in peaks] if isinstance(peaks, dict) else list(DTYPES)
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1) or ["one of " + ", ".join(known)]
+        raise UsageError(f"{who}: {unknown[0]} is no key of a device table; expected {near[0]}")
+    required = [each.name for each in fields(Device) if each.default is MISSING and each.default_factory is MISSING]
+    missing = [name for name in required if name not in values]
     if missing:
-        raise UsageError(f"{who}: peak_tflops has no {missing[0]}; expected {', '.join(DTYPES)}")
-    reached = values.get("reached") or {}
+        raise UsageError(f"{who}: {missing[0]} is missing; copy it from a table of conf/devices")
+    peaks, reached = values["peak_tflops"], values.get("reached", {})
+    if not isinstance(peaks, dict) or set(peaks) != set(DTYPES):
+        raise UsageError(f"{who}: peak_tflops={peaks}; expected a number for each of {', '.join(DTYPES)}")
     if not isinstance(reached, dict) or not set(reached) <= set(DTYPES):
         raise UsageError(f"{who}: reached={reached}; expected parts of the peak for {', '.join(DTYPES)}")
-    numbers = {k: v for k, v in values.items() if k not in ("name", "peak_tflops", "price_source", "reached")}
-    numbers |= {**peaks, **{f"reached.{name}": part for name, part in reached.items()}}
-    for key, value in numbers.items():
+    texts = ("name", "price_source", "peak_tflops", "reached")
+    numbers = {key: value for key, value in values.items() if key not in texts} | peaks
+    for key, value in (numbers | {f"reached.{dtype}": part for dtype, part in reached.items()}).items():
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UsageError(f"{who}: {key}={value}; expected a number above 0")
     return Device(**values)

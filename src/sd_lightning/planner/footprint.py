@@ -1,4 +1,7 @@
-"""The memory that a strategy takes for trained weights: declared by each strategy, read by the planner."""
+"""The memory that a strategy takes for trained weights: declared by each strategy, read by the planner.
+
+The strategies that the planner compares are :data:`CANDIDATES`, which :mod:`sd_lightning.strategies` registers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -255,3 +259,43 @@ def replicated(workload: Workload, *, buckets: bool = False) -> Footprint:
         averaged=sum(sizes),
         master_dtype=dtype,
     )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with settings."""
+
+    strategy: str
+    """Its name on the command line: ``strategy=<name>``; "" if the command line says it already."""
+    build: Callable[..., Any]
+    """Settings -> strategy, which has a ``footprint``; raises UsageError if a package is missing."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ from the name's defaults."""
+    processes: tuple[int, int | None] = (1, None)
+    """Least number of processes with which it divides anything, and the largest."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the command line that chooses it."""
+        settings = (f"strategy.{name}={value}" for name, value in self.settings.items())
+        return (*[f"strategy={self.strategy}"] * bool(self.strategy), *settings)
+
+    @property
+    def name(self) -> str:
+        """Its name and settings in tables: "gemini offload_optim_frac=0.5"."""
+        settings = (f"{name}={value}" for name, value in self.settings.items())
+        return " ".join([self.strategy or "as given", *settings])
+
+    def suits(self, count: int) -> bool:
+        """Return whether it is for this number of processes."""
+        least, most = self.processes
+        return least <= count and (most is None or count <= most)
+
+    def footprint(self, workload: Workload) -> Footprint | None:
+        """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
+        footprint: Footprint | None = self.build(**self.settings).footprint(workload)
+        return footprint
+
+
+CANDIDATES: list[Candidate] = []
+"""The simplest first: of two that are equally fast, the planner takes the first."""

@@ -1,10 +1,11 @@
-"""Forecast of the device and host memory of a training run, without allocating it."""
+"""Forecast of the device and host memory of a training run, without allocating it; and of a step by operation."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -12,9 +13,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from sd_lightning.models.checkpointing import KINDS
+from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
-from sd_lightning.planner.passes import drawing_peak, encoded_at_a_time, encoding_peak
+from sd_lightning.planner.passes import drawing_peak, encoding_peak
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
@@ -30,6 +33,9 @@ HOST_ALLOWANCE = int(2.0 * GB)
 _FLOAT_BYTES = 4
 _SLICE_BYTES = 3 * 16 * 2**20
 """Buffers that stream a checkpoint to disk."""
+
+OTHERS = "others"
+"""Activations of normalisations, activation functions, sums, copies and casts."""
 
 Parts = Mapping[str, int]
 """Bytes by kind."""
@@ -54,8 +60,8 @@ class Phase:
     def line(self) -> str:
         """Return its parts as text, the largest first."""
         largest = sorted(self.parts.items(), key=lambda part: -part[1])
-        told = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in largest if size >= 0.005 * GB)
-        return f"{self.nbytes / GB:5.2f} GB in {self.name}{self.where and ', '}{self.where}: {told or 'nothing'}"
+        parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in largest if size >= 0.005 * GB)
+        return f"{self.nbytes / GB:5.2f} GB in {self.name}{self.where and ', '}{self.where}: {parts or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,26 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return a readable summary."""
-        found = [f"device {self.device_phase.line()}", f"host   {self.host_phase.line()}"]
-        return [*found, f"disk   {self.disk / GB:5.2f} GB of optimizer states"] if self.disk else found
+        disk = [f"disk   {self.disk / GB:5.2f} GB of optimizer states"] * bool(self.disk)
+        return [f"device {self.device_phase.line()}", f"host   {self.host_phase.line()}", *disk]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The memory of one process during each operation of a forward and backward pass."""
+
+    kinds: Mapping[str, np.ndarray]
+    """Bytes by kind; of activations by the kind of operation that made them: "activations: attention"."""
+    blocks: Sequence[str]
+    """The block of each operation; "" outside of blocks."""
+    is_backward: np.ndarray
+    description: str
+    """Of what the peak consists: "at 61 % of its operations, backward in unet.up_blocks.3: …"."""
+
+    @property
+    def total(self) -> np.ndarray:
+        total: np.ndarray = sum(self.kinds.values(), np.zeros(len(self.blocks)))
+        return total
 
 
 class Forecaster:
@@ -106,8 +130,8 @@ class Forecaster:
         self.subject = DiffusionSubject(model) if isinstance(model, LatentDiffusion) else model
         self.run = run
         self._curves: dict[Footprint, StepCurves] = {}
-        self._encoded: dict[int, int] = {}
-        self._drawn: dict[tuple[int, torch.dtype], int] = {}
+        self._activations: dict[Hashable, int] = {}
+        """Of encoding and drawing, by what they depend on."""
 
     @cached_property
     def workload(self) -> Workload:
@@ -147,8 +171,36 @@ class Forecaster:
             footprint: What the strategy holds.
         """
         trace = self.trace(footprint)
-        kept = sum(each.nbytes for each in _in(footprint.device, When.AS_READY) if each.kind == "gradients")
+        kept = _held(footprint.device, When.AS_READY)["gradients"]
         return replayed(trace, self.run.batch_size, min(kept / max(trace.gradient_bytes, 1), 1.0))
+
+    def timeline(self, footprint: Footprint) -> Timeline:
+        """Return the memory of the run's step, operation by operation."""
+        trace, size = self.trace(footprint), self.run.batch_size
+        count = len(trace.operations)
+        kinds = {kind: np.full(count, float(nbytes)) for kind, nbytes in self.always(footprint).items()}
+        for kind, curve in self._curves_of(footprint).curves.items():
+            kinds[kind] = kinds.get(kind, 0) + curve
+        makers = [trace.operations[index] for index in trace.born.clip(max=count - 1)]
+        made_by = np.array([KINDS.get(each.cost.name, OTHERS) for each in makers])
+        activations = {each: trace.live(size, made_by == each) for each in (*dict.fromkeys(KINDS.values()), OTHERS)}
+        kinds |= {f"activations: {kind}": curve for kind, curve in activations.items()}
+        total = sum(kinds.values(), np.zeros(count))
+        peak = int(total.argmax())
+        shares = sorted(((kind, int(curve[peak])) for kind, curve in activations.items()), key=lambda each: -each[1])
+        description = (
+            f"{_moment(trace, peak)}: {sum(nbytes for _, nbytes in shares) / GB:.2f} GB of {total[peak] / GB:.2f} are "
+            f"activations ({', '.join(f'{kind} {nbytes / GB:.2f}' for kind, nbytes in shares if nbytes)})"
+        )
+        by_block: Counter[str] = Counter()
+        is_live = (trace.born <= peak) & (trace.freed > peak)
+        for maker, nbytes in zip(itertools.compress(makers, is_live), trace.sizes(size)[is_live].tolist()):
+            by_block[maker.block] += nbytes
+        del by_block[""]
+        for block, nbytes in by_block.most_common(1):
+            description += f"; {block} made {nbytes / GB:.2f} of them"
+        kinds = {kind: curve for kind, curve in kinds.items() if curve.any()}
+        return Timeline(kinds, [each.block for each in trace.operations], trace.is_backward, description)
 
     def forecast(
         self, footprint: Footprint, batch_size: int | None = None, change: np.ndarray | None = None
@@ -163,7 +215,7 @@ class Forecaster:
         run, always = self.run, self.always(footprint)
         phases = [
             self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
-            Phase("the optimizer's step", always + _sum(_in(footprint.device, When.AS_READY, When.UPDATE))),
+            Phase("the optimizer's step", always + _held(footprint.device, When.AS_READY, When.UPDATE)),
         ]
         waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
         if run.encodes:
@@ -172,7 +224,7 @@ class Forecaster:
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
-            swapped = _sum(_in(footprint.device, *self._swapped))
+            swapped = _held(footprint.device, *self._swapped)
             phases.append(Phase("drawing images", always + waiting + gathered + swapped))
         if run.prior_batch_size:
             phases.append(Phase("drawing class images", self._class_images))
@@ -181,7 +233,7 @@ class Forecaster:
     def always(self, footprint: Footprint) -> Counter[str]:
         """Return the bytes that are on the device during the whole training, by kind."""
         run = self.run
-        always = _sum(_in(footprint.device, When.ALWAYS))
+        always = _held(footprint.device, When.ALWAYS)
         always["allowance"] += DEVICE_ALLOWANCE
         if run.averages:
             averaged, apart = footprint.averaged, run.offload_averages
@@ -201,13 +253,13 @@ class Forecaster:
 
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run = self.run
-        offloaded = _sum(_in(footprint.host, When.ALWAYS, When.AS_READY))
+        offloaded = _held(footprint.host, When.ALWAYS, When.AS_READY)
         kept = offloaded + Counter({kind: pinned_bytes(nbytes) for kind, nbytes in waiting.items()})
         apart = pinned_bytes(_FLOAT_BYTES * footprint.averaged) * run.offload_averages
         averages = _FLOAT_BYTES * footprint.averaged_on_host + apart
         training = Counter({"EMA": averages * run.averages, "buffers": _SLICE_BYTES})
         if run.sample_batch_size:
-            training += _sum(_in(footprint.host, *self._swapped))
+            training += _held(footprint.host, *self._swapped)
         if run.cache_latents:
             model, size = self.model, run.resolution
             latents = math.prod(model.family.latent_shape(model.components, size, size))
@@ -240,16 +292,22 @@ class Forecaster:
         return self.run.encoder_dtype.itemsize * sum(self._numel[name] for name in self._frozen)
 
     def _encoding(self, batch_size: int) -> int:
-        count = encoded_at_a_time(self.run, batch_size)
-        if count not in self._encoded:
-            self._encoded[count] = encoding_peak(self.model, self.run, count)
-        return self._encoded[count]
+        """Return the bytes of activations while a batch is encoded."""
+        run = self.run
+        at_a_time = min(
+            run.num_images if run.cache_latents else batch_size, images_per_call(run.resolution, run.resolution)
+        )
+        count = 1 if run.offload_encoders else at_a_time
+        if count not in self._activations:
+            self._activations[count] = encoding_peak(self.model, run, count)
+        return self._activations[count]
 
     def _drawing(self, count: int, dtype: torch.dtype, vae_dtype: torch.dtype) -> int:
-        key = count, dtype
-        if key not in self._drawn:
-            self._drawn[key] = drawing_peak(self.model, self.run, count, dtype, vae_dtype)
-        return self._drawn[key]
+        """Return the bytes of activations while images are drawn."""
+        key = count, dtype, vae_dtype
+        if key not in self._activations:
+            self._activations[key] = drawing_peak(self.model, self.run, count, dtype, vae_dtype)
+        return self._activations[key]
 
     @cached_property
     def _class_images(self) -> Parts:
@@ -257,7 +315,7 @@ class Forecaster:
         model, dtype = self.model, self.run.prior_dtype
         vae_dtype = model.family.vae_dtype(model.vae, dtype)
         weights = sum((vae_dtype if name == "vae" else dtype).itemsize * self._numel[name] for name in model.networks)
-        drawn = drawing_peak(model, self.run, self.run.prior_batch_size, dtype, vae_dtype)
+        drawn = self._drawing(self.run.prior_batch_size, dtype, vae_dtype)
         return {"weights": weights, "activations": drawn, "allowance": DEVICE_ALLOWANCE}
 
 
@@ -267,10 +325,9 @@ class StepCurves:
     Args:
         trace: Of the step, in the footprint's dtypes.
         footprint: What the strategy holds.
-        holdings: Of these; by default of the device.
     """
 
-    def __init__(self, trace: Trace, footprint: Footprint, holdings: Iterable[Holding] | None = None) -> None:
+    def __init__(self, trace: Trace, footprint: Footprint) -> None:
         self.trace = trace
         ready, is_backward = trace.ready(), trace.is_backward
         shapes = {
@@ -287,15 +344,15 @@ class StepCurves:
         ]
         self.curves: dict[str, np.ndarray] = {"blocks in use": np.array(in_block)}
         """Bytes that are held in part of the step, by kind."""
-        for held in footprint.device if holdings is None else holdings:
+        for held in footprint.device:
             if held.when in shapes:
                 self.curves[held.kind] = self.curves.get(held.kind, 0) + held.nbytes * shapes[held.when]
         self._sum = sum(self.curves.values(), np.zeros(len(ready)))
 
     def total(self, batch_size: int) -> np.ndarray:
         """Return the bytes of activations and of what is held in part of the step, for each operation."""
-        found: np.ndarray = self.trace.live(batch_size) + self._sum
-        return found
+        total: np.ndarray = self.trace.live(batch_size) + self._sum
+        return total
 
     def phase(self, batch_size: int, always: Parts, change: np.ndarray | None = None) -> Phase:
         """Return the memory of the step at its peak.
@@ -311,18 +368,21 @@ class StepCurves:
         for kind, curve in self.curves.items():
             parts[kind] += int(curve[peak])
         parts["activations"] += int(total[peak] - self._sum[peak])
-        operation = self.trace.operations[peak]
-        direction = "backward" if operation.is_backward else "forward"
-        where = f"at {100 * peak / len(total):.0f} % of its operations, {direction}"
-        return Phase("a training step", +parts, where + (f" in {operation.block}" if operation.block else ""))
+        return Phase("a training step", +parts, _moment(self.trace, peak))
 
 
-def _in(holdings: Iterable[Holding], *when: When) -> Iterable[Holding]:
-    return (held for held in holdings if held.when in when)
+def _moment(trace: Trace, index: int) -> str:
+    """Return when an operation runs: "at 61 % of its operations, backward in unet.up_blocks.3.resnets.0"."""
+    operation = trace.operations[index]
+    where = f" in {operation.block}" if operation.block else ""
+    direction = "backward" if operation.is_backward else "forward"
+    return f"at {100 * index / len(trace.operations):.0f} % of its operations, {direction}{where}"
 
 
-def _sum(holdings: Iterable[Holding]) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _held(holdings: Iterable[Holding], *when: When) -> Counter[str]:
+    """Return the bytes that are held at certain times, by kind."""
+    parts: Counter[str] = Counter()
     for held in holdings:
-        found[held.kind] += held.nbytes
-    return found
+        if held.when in when:
+            parts[held.kind] += held.nbytes
+    return parts

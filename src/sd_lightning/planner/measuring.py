@@ -1,4 +1,4 @@
-"""Measurement of what a device reaches: the figures of :class:`~sd_lightning.planner.roofline.Speeds`.
+"""Measurement of what this machine reaches: the figures of :class:`~sd_lightning.planner.roofline.Speeds`.
 
 Operations are those of denoisers, forward and backward, from the size of a small model's to that of a large one's.
 """
@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sd_lightning.planner.calibration import Calibration, device_name
+from sd_lightning.planner.devices import DTYPES, GIB, Device, host_bytes, table_of
 from sd_lightning.planner.recording import record
-from sd_lightning.planner.roofline import BYTES_PER_CLIP, BYTES_PER_UPDATE, Curve
-from sd_lightning.planner.trace import Trace
+from sd_lightning.planner.roofline import BYTES_PER_CLIP, BYTES_PER_UPDATE, KINDS_OF_PRODUCTS, Curve, Speeds
 
 _ROUNDS = 3
 """Of each measurement; the median counts."""
@@ -35,6 +42,15 @@ _COPIED = 64 * 2**20
 """Bytes of a copy between host and device."""
 _TENSORS = 8
 """Tensors that an optimizer steps."""
+_GATHERED = 8 * 2**20
+"""Bytes of a collective's whole tensor."""
+_ROUNDS_OF_COLLECTIVES = 5
+_NUM_LARGE, _NUM_SMALL = 10, 200
+"""Collectives in a round: of many bytes, and of next to nothing."""
+_PATIENCE = timedelta(seconds=120)
+_ALIKE_ON_CPU = ("tf32", "float16")
+"""Dtypes that are not measured on a CPU, where nothing trains in them: float32's figures stand in their place."""
+_TORCH = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -73,17 +89,18 @@ class Stopwatch:
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call, in the median of a few rounds of calls."""
-        self._round(run, 1)  # chooses kernels, allocates, starts threads
-        once = self._round(run, 1)
+        self.round(run, 1)  # chooses kernels, allocates, starts threads
+        once = self.round(run, 1)
         if once > self.effort.longest:
             return once
         count = max(math.ceil(self.effort.least / max(once, 1e-9)), 1)
-        rounds = [self._round(run, count) / count for _ in range(_ROUNDS)]
+        rounds = [self.round(run, count) / count for _ in range(_ROUNDS)]
         middle = statistics.median(rounds)
         self._spreads.append((max(rounds) - min(rounds)) / max(middle, 1e-9))
         return middle
 
-    def _round(self, run: Callable[[], object], count: int) -> float:
+    def round(self, run: Callable[[], object], count: int) -> float:
+        """Return the seconds of several calls in a row."""
         self._wait()
         started = time.perf_counter()
         for _ in range(count):
@@ -105,6 +122,77 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
+def calibrate(date: str, effort: Effort | None = None) -> Calibration:
+    """Measure this machine's first GPU, or its CPU.
+
+    What cannot be measured is assumed from the GPU's table, if one ships.
+
+    Args:
+        date: Today's, ISO 8601.
+        effort: How long it may take; less than a minute by default.
+    """
+    on_cuda = torch.cuda.is_available()
+    watch = Stopwatch(torch.device("cuda" if on_cuda else "cpu"), effort or Effort())
+    latency = latencies(watch)
+    flops = _flops(watch, latency)
+    bandwidth, functions = bandwidths(watch, latency["elementwise"])
+    to_device, to_host = copies(watch)
+    device = _device(flops, bandwidth, min(to_device, to_host))
+    links = measured_links() if watch.effort.links else None
+    assumed = Speeds.of(device)
+    speeds = Speeds(
+        flops=flops,
+        bandwidth=bandwidth,
+        functions=functions,
+        update_bandwidth=update_bandwidth(watch),
+        launch=launch(watch, latency),
+        latency=latency,
+        to_device=to_device,
+        to_host=to_host,
+        link=links[0] if links else assumed.link,
+        host_updates=host_updates(watch.effort),
+        collective=links[1] if links else assumed.collective,
+        source=f"calibrated on {date}",
+        assumed=("link",) * (links is None) + ("hooks", "what threads hide") * (not on_cuda),
+        fresh=None if on_cuda else fresh(watch),
+        overlaps=on_cuda,
+        spread=watch.spread,
+    )
+    return Calibration(device, speeds, date, torch.__version__)
+
+
+def _flops(watch: Stopwatch, latency: Mapping[str, float]) -> dict[tuple[str, str], Curve]:
+    on_cuda = watch.device.type == "cuda"
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    flops: dict[tuple[str, str], Curve] = {}
+    try:
+        for dtype in DTYPES:
+            if not on_cuda and dtype in _ALIKE_ON_CPU:
+                continue
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+            for kind in KINDS_OF_PRODUCTS:
+                for name, curve in product_rates(watch, kind, _TORCH[dtype], latency).items():
+                    flops[name, dtype] = curve
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    if not on_cuda:
+        as_float32 = {name: curve for (name, dtype), curve in flops.items() if dtype == "float32"}
+        flops |= {(name, dtype): curve for name, curve in as_float32.items() for dtype in _ALIKE_ON_CPU}
+    return flops
+
+
+def _device(flops: Mapping[tuple[str, str], Curve], bandwidth: Curve, pcie: float) -> Device:
+    """Return this device's table with this machine's memory; with measured figures if none ships."""
+    name, host, on_cuda = device_name(), host_bytes() / GIB, torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else host
+    host /= torch.cuda.device_count() if on_cuda else 1
+    table = table_of(name)
+    if table is not None:
+        return replace(table, memory_gib=memory, host_memory_gib=host)
+    peaks = {dtype: max(flops[kind, dtype].best for kind in KINDS_OF_PRODUCTS) / 1e12 for dtype in DTYPES}
+    return Device(name, memory, host, peaks, bandwidth.best / 1e9, pcie / 1e9)
+
+
 def latencies(watch: Stopwatch) -> dict[str, float]:
     """Return the seconds of calls with next to nothing to do, by kind of operation."""
 
@@ -112,20 +200,20 @@ def latencies(watch: Stopwatch) -> dict[str, float]:
         return torch.ones(shape, device=watch.device, requires_grad=True)
 
     x = new(4, 4)
-    found = {"elementwise": watch.seconds(partial(torch.add, x.detach(), x.detach()))}
-    found["function"] = watch.seconds(partial(F.silu, x.detach()))
+    seconds = {"elementwise": watch.seconds(partial(torch.add, x.detach(), x.detach()))}
+    seconds["function"] = watch.seconds(partial(F.silu, x.detach()))
     inputs: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
         "matmul": (F.linear, (x, new(4, 4))),
         "convolution": (partial(F.conv2d, padding=1), (new(16, 4, 4, 4), new(4, 4, 3, 3))),
         "attention": (F.scaled_dot_product_attention, [new(1, 1, 4, 16) for _ in range(3)]),
     }
-    for kind, (compute, given) in inputs.items():
-        found[kind] = watch.seconds(partial(compute, *(each.detach() for each in given)))
+    for kind, (compute, tensors) in inputs.items():
+        seconds[kind] = watch.seconds(partial(compute, *(each.detach() for each in tensors)))
         if kind != "matmul":
-            output = compute(*given)
-            back = partial(torch.autograd.grad, output, given, torch.ones_like(output), retain_graph=True)
-            found[f"{kind}_backward"] = watch.seconds(back)
-    return found
+            output = compute(*tensors)
+            back = partial(torch.autograd.grad, output, tensors, torch.ones_like(output), retain_graph=True)
+            seconds[f"{kind}_backward"] = watch.seconds(back)
+    return seconds
 
 
 def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapping[str, float]) -> dict[str, Curve]:
@@ -158,7 +246,7 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapp
             points.setdefault(f"{kind}_backward", []).append((again / moved, again / back_alone))
         if max(ahead, back) > watch.effort.longest:
             break
-    return {name: Curve(*zip(*found)) for name, found in points.items()}
+    return {name: Curve(*zip(*curve)) for name, curve in points.items()}
 
 
 def _beyond(seconds: float, latency: float) -> float:
@@ -215,15 +303,15 @@ def bandwidths(watch: Stopwatch, latency: float) -> tuple[Curve, Curve]:
             functions.append((2, forward))
             functions.append((3, partial(torch.autograd.grad, forward(), x, y, retain_graph=True)))
         seconds = 0.0
-        for found, runs in zip(points, (simple, functions)):
+        for rates, runs in zip(points, (simple, functions)):
             times = [watch.seconds(run) for _, run in runs]
             seconds = max(seconds, *times)
             moved = [tensors * x.nbytes for tensors, _ in runs]
             alone = sum(watch.busy(each, latency) for each in times)
-            found.append((sum(moved) / len(runs), sum(moved) / alone))
+            rates.append((sum(moved) / len(runs), sum(moved) / alone))
         if seconds > watch.effort.longest:
             break
-    simple_curve, function_curve = (Curve(*zip(*found)) for found in points)
+    simple_curve, function_curve = (Curve(*zip(*rates)) for rates in points)
     return simple_curve, function_curve
 
 
@@ -254,11 +342,11 @@ def launch(watch: Stopwatch, latency: Mapping[str, float]) -> float:
         return output.mean()
 
     network.to("meta")
-    trace = Trace(record(partial(step, torch.device("meta"))))
+    trace = record(partial(step, torch.device("meta")))
     network.to_empty(device=watch.device)
     counts = dict.fromkeys(latency, 0)
-    for (kind, _), found in trace.alike.items():
-        counts[kind] += int((trace.moved.constant[found] > 0).sum())
+    for (kind, _), indices in trace.alike.items():
+        counts[kind] += int((trace.moved.constant[indices] > 0).sum())
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
@@ -271,10 +359,8 @@ def launch(watch: Stopwatch, latency: Mapping[str, float]) -> float:
     return max(seconds, 0.0) / sum(counts.values())
 
 
-def fresh(watch: Stopwatch) -> float | None:
-    """Return bytes per second at which a CPU's memory can be taken from the system; None on a GPU, which keeps it."""
-    if watch.device.type != "cpu":
-        return None
+def fresh(watch: Stopwatch) -> float:
+    """Return bytes per second at which a CPU's memory can be taken from the system."""
     kept = torch.empty(_COPIED, dtype=torch.uint8)
     again = watch.seconds(lambda: kept.fill_(1))
     return _COPIED / _beyond(watch.seconds(lambda: torch.empty(_COPIED, dtype=torch.uint8).fill_(1)), again)
@@ -319,3 +405,58 @@ def copies(watch: Stopwatch) -> tuple[float, float]:
     to_device = watch.seconds(lambda: there.copy_(host, non_blocking=True))
     to_host = watch.seconds(lambda: host.copy_(there, non_blocking=True))
     return _COPIED / to_device, _COPIED / to_host
+
+
+def measured_links() -> tuple[dict[str, float], float] | None:
+    """Return what :func:`links_in_group` finds on all GPUs, or on two processes of a CPU; None with one GPU alone."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    if count < 2:
+        return None
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(count, get_context("spawn")) as processes:
+        threads = max(torch.get_num_threads() // count, 1)
+        return list(processes.map(partial(_links_of_rank, count, folder, threads), range(count)))[0]
+
+
+def _links_of_rank(world_size: int, folder: str, threads: int, rank: int) -> tuple[dict[str, float], float]:
+    warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, whose new names torch 2.11 lacks
+    on_cuda = torch.cuda.is_available()
+    store = dist.FileStore(f"{folder}/store", world_size)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    torch.set_num_threads(threads)
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    links = links_in_group(torch.device("cuda", rank) if on_cuda else torch.device("cpu"))
+    dist.destroy_process_group()
+    return links
+
+
+def links_in_group(device: torch.device) -> tuple[dict[str, float], float]:
+    """Measure the collectives of this process group.
+
+    Returns:
+        Bytes per second that a process receives, by collective; and the seconds of a collective of next to nothing.
+    """
+    world_size = dist.get_world_size()
+    whole = torch.ones(_GATHERED // 4 // world_size * world_size, device=device)
+    part = torch.ones(len(whole) // world_size, device=device)
+    received = (world_size - 1) * part.nbytes
+    seconds = partial(_seconds_of_collective, Stopwatch(device, Effort()))
+    rates = {
+        "all_gather": received / seconds(lambda: dist.all_gather_into_tensor(whole, part), _NUM_LARGE),
+        "reduce_scatter": received / seconds(lambda: dist.reduce_scatter_tensor(part, whole), _NUM_LARGE),
+        "all_reduce": 2 * received / seconds(lambda: dist.all_reduce(whole), _NUM_LARGE),
+    }
+    little = torch.ones(world_size, device=device)
+    one = little[:1].clone()
+    return rates, seconds(lambda: dist.all_gather_into_tensor(little, one), _NUM_SMALL)
+
+
+def _seconds_of_collective(watch: Stopwatch, run: Callable[[], object], count: int) -> float:
+    """Return the seconds of one call among calls in a row, as training has them: one alone wakes up its threads."""
+    run()  # connects
+    rounds = []
+    for _ in range(_ROUNDS_OF_COLLECTIVES):
+        dist.barrier()
+        rounds.append(watch.round(run, count) / count)
+    return statistics.median(rounds)

@@ -1,4 +1,4 @@
-"""The computations of a training run on the meta device: a training step, encoding, and drawing images."""
+"""The computations of training and inference on the meta device: a training step, encoding, and drawing images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from sd_lightning.models.adapters.lora import freeze_unused
 from sd_lightning.models.checkpointing import recompute_
-from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.families.base import Conditioning, map_conditioning
 from sd_lightning.models.families.blocks import (
     blocks_of,
@@ -22,9 +21,10 @@ from sd_lightning.models.families.blocks import (
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_conditioning, meta_networks, unused_parameters
 from sd_lightning.planner.footprint import Weight
-from sd_lightning.planner.recording import PRIME, Recording, record
+from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.trace import Trace
+from sd_lightning.planner.trace import Trace, rounded
+from sd_lightning.quantization.layers import Int8Linear, int8_layers, to_int8
 
 
 @functools.lru_cache(maxsize=4)
@@ -56,13 +56,13 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
 
 def weights_of(networks: Mapping[str, nn.Module]) -> list[Weight]:
     """Return the parameters of trained networks, in their order."""
-    found = []
+    weights = []
     for prefix, network in networks.items():
         blocks = {id(p): name for name, block in repeated_blocks(network).items() for p in block.parameters()}
         for name, parameter in network.named_parameters():
             block = f"{prefix}.{blocks[id(parameter)]}" if id(parameter) in blocks else ""
-            found.append(Weight(f"{prefix}.{name}", tuple(parameter.shape), parameter.requires_grad, block))
-    return found
+            weights.append(Weight(f"{prefix}.{name}", tuple(parameter.shape), parameter.requires_grad, block))
+    return weights
 
 
 def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, autocast: torch.dtype | None) -> Trace:
@@ -91,7 +91,7 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
         return (prediction.float() - target).square().mean((1, 2, 3)).mean()
 
     followed = blocks_of(networks) | recomputable(networks)
-    return Trace(record(step, blocks=followed, parameters=parameters, autocast=autocast, batch_size=PRIME))
+    return record(step, blocks=followed, parameters=parameters, autocast=autocast, batch_size=PRIME)
 
 
 def drawing_peak(
@@ -106,8 +106,6 @@ def drawing_peak(
         dtype: Of the denoiser.
         vae_dtype: Of the VAE.
     """
-    if count == 0:
-        return 0
     family = model.family
     networks = meta_networks(model, [family.denoiser, "vae"])
     denoiser, vae = cast(networks[family.denoiser], dtype), cast(networks["vae"], vae_dtype)
@@ -125,49 +123,112 @@ def drawing_peak(
         return max(record(compute).peak() for compute in (denoise, decode))
 
 
-def encoded_at_a_time(run: TrainingRun, batch_size: int) -> int:
-    """Return the number of images that are encoded at a time, before training or in its steps."""
-    if run.offload_encoders:
-        return 1
-    return min(run.num_images if run.cache_latents else batch_size, images_per_call(run.resolution, run.resolution))
-
-
 def encoding_peak(model: LatentDiffusion, run: TrainingRun, count: int) -> int:
     """Return the bytes of activations while images are encoded, ``count`` at a time."""
-    size, dtype = run.resolution, run.encoder_dtype
-    vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
-
-    def encode() -> None:
-        model.family.encode(vae, torch.empty(count, 3, size, size, dtype=dtype, device="meta"))
-
-    with torch.no_grad():
-        return record(encode).peak()
+    pixels = count * 3 * run.resolution**2 * run.encoder_dtype.itemsize
+    return _images_encoded(model, run, count).peak() + rounded(pixels)
 
 
-def encoding_recordings(model: LatentDiffusion, run: TrainingRun, count: int) -> list[Recording]:
-    """Record what frozen encoders do for a batch: images unless latents are ready, captions unless they are trained.
+def encoding_traces(model: LatentDiffusion, run: TrainingRun, count: int) -> list[Trace]:
+    """Trace what frozen encoders do for a batch: images unless latents are ready, captions unless they are trained.
 
     Args:
         model: The model; it is not changed.
         run: What is encoded in each step.
         count: Samples.
     """
+    traces = [] if run.cache_latents else [_images_encoded(model, run, count)]
+    if not run.train_text_encoder:
+        networks = meta_networks(model, tuple(model.text_encoders))
+        encoders = {name: cast(network, run.encoder_dtype) for name, network in networks.items()}
+        batch = meta_batch(model, count, height=run.resolution, width=run.resolution)
+
+        def encode() -> None:
+            model.condition(encoders, batch)
+
+        with torch.no_grad():
+            traces.append(record(encode))
+    return traces
+
+
+def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Trace:
     size, dtype = run.resolution, run.encoder_dtype
-    found = []
+    vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
+    pixels = torch.empty(count, 3, size, size, dtype=dtype, device="meta")
+
+    def encode() -> None:
+        model.family.encode(vae, pixels)
+
     with torch.no_grad():
-        if not run.cache_latents:
-            vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
-            pixels = torch.empty(count, 3, size, size, dtype=dtype, device="meta")
-            found.append(record(lambda: _nothing(model.family.encode(vae, pixels))))
-        if not run.train_text_encoder:
-            encoders = {n: cast(e, dtype) for n, e in meta_networks(model, tuple(model.text_encoders)).items()}
-            batch = meta_batch(model, count, height=size, width=size)
-            found.append(record(lambda: _nothing(model.condition(encoders, batch))))
-    return found
+        return record(encode)
 
 
-def _nothing(_: object) -> None:
-    """Drop a result."""
+def inference_bytes(
+    model: LatentDiffusion,
+    *,
+    height: int,
+    width: int,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    vae_tiling: bool = False,
+) -> tuple[int, int]:
+    """Compute the memory to generate a batch of images with guidance: all weights, and the peak including them.
+
+    Text encoders, denoiser and VAE decoder run once on the meta device. Weights and all live tensors count, including
+    dequantised weights; the libraries' workspaces do not. Attention counts as a fused kernel that never stores the
+    score matrix.
+
+    Args:
+        model: The model; it is not changed.
+        height: Image height in pixels.
+        width: Image width in pixels.
+        batch_size: Images generated at a time.
+        dtype: Count the model as if it were in this dtype, without int8; None counts it as it is.
+        vae_tiling: Whether the VAE decodes in tiles.
+
+    Returns:
+        Bytes of the weights, and bytes of the peak including the weights.
+    """
+    family, twins = model.family, {name: _twin(model, name, dtype) for name in model.networks}
+    counted = model.networks if dtype is None else twins  # only the live networks have LoRA weights
+    weights = sum(map(weight_bytes, counted.values()))
+    denoiser, vae = twins[family.denoiser], twins["vae"]
+    # Guidance: with the caption and without. Inputs stay alive as in a pipeline.
+    batch = meta_batch(model, 2 * batch_size, height=height, width=width)
+    latents = batch["latents"].to(next(denoiser.parameters()).dtype)
+    decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
+
+    def encode() -> None:
+        model.condition(twins, batch)
+
+    def denoise() -> None:
+        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
+
+    def decode() -> None:
+        vae.decode(decoded)  # type: ignore[operator]
+
+    with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
+        conditioning = model.condition(twins, batch)
+        return weights, weights + max(record(call).peak() for call in (encode, denoise, decode))
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of a network's parameters and buffers."""
+    return sum(t.nbytes for t in {id(t): t for t in [*network.parameters(), *network.buffers()]}.values())
+
+
+def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a network's structure on the meta device."""
+    twin, network = meta_networks(model, [name])[name].requires_grad_(False), model.networks[name]
+    if dtype is not None:
+        return cast(twin, dtype)
+    cast(twin, next(network.parameters()).dtype)
+    for key, live in int8_layers(network):
+        layer = twin.get_submodule(key.replace(".base_layer", ""))  # the twin has no LoRA
+        weight, scale = (torch.empty_like(tensor, device="meta") for tensor in (live.weight, live.weight_scale))
+        kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
+        to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
+    return twin
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -6,10 +6,8 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,123 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from sd_lightning.models.checkpointing import KINDS
+from sd_lightning.planner.trace import Amount, Buffer, Cost, Operation, Trace
 
-NEVER = 2**62
 PRIME = 1009
 """Batch size of recordings that hold for all others: no layer has a multiple of it as its width."""
-ROUNDING = 512
-"""CUDA's caching allocator rounds every block up to a multiple of this, bytes."""
-
-
-@dataclass(frozen=True)
-class Amount:
-    """A number that is affine in the batch size."""
-
-    constant: int = 0
-    per_sample: int = 0
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.constant + other.constant, self.per_sample + other.per_sample)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What an operator does with inputs of certain shapes."""
-
-    name: str
-    """Its name without overload: "addmm", "convolution"."""
-    flops: Amount
-    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
-    moved: Amount
-    """Bytes of its inputs and outputs; 0 if it only allocates."""
-    dtype: torch.dtype
-    """Of its largest floating-point tensor."""
-
-    @property
-    def kind(self) -> str:
-        """Return "matmul"; "convolution" or "attention", also with "_backward"; "function" or "elementwise".
-
-        Functions are activation functions and normalisations.
-        """
-        product = KINDS.get(self.name, "matmul" if self.flops != Amount() else "")
-        if product:
-            is_backward = self.name.endswith("_backward") and product != "matmul"
-            return f"{product}_backward" if is_backward else product
-        return "function" if self.name.removesuffix("_backward").removesuffix("_data") in _FUNCTIONS else "elementwise"
-
-
-_FUNCTIONS = frozenset(
-    ("silu", "gelu", "sigmoid", "tanh", "exp", "erf", "_softmax", "_log_softmax", "native_group_norm")
-    + ("native_layer_norm", "_fused_rms_norm", "rsqrt", "pow", "cos", "sin")
-)
-
-
-@dataclass
-class Operation:
-    """One call of an aten operator; views are no operations."""
-
-    cost: Cost
-    block: str
-    """The repeated block that it belongs to, also in backward; "" outside of blocks."""
-    part: str
-    """The innermost of the modules that are followed: a block's layer, or the block."""
-    is_backward: bool
-    """Whether it ran in the backward pass, as a gradient or a recomputation."""
-
-
-@dataclass
-class Buffer:
-    """A storage that an operation allocated."""
-
-    size: Amount
-    """Bytes, not rounded."""
-    born: int
-    """Index of the operation that allocated it."""
-    freed: int = NEVER
-    """Index of the first operation that ran without it."""
-    gradient_of: int | None = None
-    """Index of the parameter whose gradient it is."""
-    is_output: bool = False
-    """Whether a block returned it."""
-    used: int = 0
-    """Index of the last operation of forward that read it."""
-    enters: list[str] = field(default_factory=list)
-    """Modules that are followed, and that it is an input of."""
-    is_cast: bool = False
-    """Whether it is a cast weight, which autocast keeps until forward ends."""
-
-
-@dataclass
-class Recording:
-    """The operations of a computation, and the storages that they allocated, in order."""
-
-    operations: list[Operation] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-
-    def peak(self) -> int:
-        """Return the most bytes that are allocated at once, rounded as CUDA's allocator rounds."""
-        sizes = np.array([each.size.constant for each in self.buffers], np.int64)
-        return int(live_bytes(*self.spans(), rounded(sizes)).max(initial=0))
-
-    def spans(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the first operation with each buffer, the first without it, and the number of operations."""
-        count = len(self.operations)
-        born = np.array([each.born for each in self.buffers], np.int64)
-        return born, np.minimum(np.array([each.freed for each in self.buffers], np.int64), count), count
-
-
-def rounded(sizes: np.ndarray) -> np.ndarray:
-    """Round bytes up as CUDA's caching allocator does."""
-    return -(-sizes // ROUNDING) * ROUNDING
-
-
-def live_bytes(born: np.ndarray, freed: np.ndarray, count: int, sizes: np.ndarray) -> np.ndarray:
-    """Return the bytes of the buffers that exist during each of ``count`` operations."""
-    changes = np.zeros(count + 1, np.int64)
-    np.add.at(changes, born, sizes)
-    np.add.at(changes, freed, -sizes)
-    return changes.cumsum()[:-1]
 
 
 def record(
@@ -145,7 +30,7 @@ def record(
     parameters: Iterable[Tensor] = (),
     autocast: torch.dtype | None = None,
     batch_size: int | None = None,
-) -> Recording:
+) -> Trace:
     """Run a computation on meta tensors, and its backward pass if it returns a loss.
 
     Attention is recorded as flash attention, which saves its inputs, its output and one number per row (Dao 2023,
@@ -165,7 +50,8 @@ def record(
     try:
         with _Functions(autocast) as functions, recorder:
             loss = step()
-            recorder.mark_casts(functions.forget_casts())
+            for buffer in recorder.buffers_of(functions.forget_casts()):
+                buffer.is_cast = True
             if loss is not None:
                 # Not loss.backward(): no function mode is active inside of it, so none would see a recomputation.
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -173,11 +59,7 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.recording
-
-
-Place = tuple[str, str]
-"""The outermost and the innermost module that is followed."""
+    return Trace(recorder.operations, recorder.buffers)
 
 
 class _Recorder(TorchDispatchMode):
@@ -188,19 +70,20 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, batch_size: int | None) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.operations: list[Operation] = []
+        self.buffers: list[Buffer] = []
         self._batch_size = batch_size
         self._live: dict[int, tuple[Any, Buffer]] = {}
         self._entered: list[str] = []
-        nowhere: Place = "", ""
-        # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which block.
-        self._numbers, self._places = [-1], [nowhere]
+        # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which modules,
+        # the outermost and the innermost of those that are followed.
+        self._numbers, self._places = [-1], [("", "")]
         self._known: dict[Any, tuple[Any, Cost]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNSAFE_VIEWS or _is_view(func):
+        if _is_view(func):
             return func(*args, **kwargs)
         is_mutable = func._schema.is_mutable
         key = None if is_mutable else _key(func, args, kwargs)
@@ -213,10 +96,10 @@ class _Recorder(TorchDispatchMode):
             if key is not None:
                 self._known[key] = result, cost
                 result = _remade(result)
-        index, is_backward = len(self.recording.operations), torch._C._current_graph_task_id() != -1
-        self.recording.operations.append(Operation(cost, *self._place(), is_backward))
+        index, is_backward = len(self.operations), torch._C._current_graph_task_id() != -1
+        self.operations.append(Operation(cost, *self._place(), is_backward))
         if not is_backward:
-            for buffer in self._buffers((args, kwargs)):
+            for buffer in self.buffers_of((args, kwargs)):
                 buffer.used = index
         if not is_mutable:
             for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -225,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
             # The kernel sums the query's gradient in float32, and keeps a number per row (Dao 2023, algorithm 2).
             size = self._amount(args[1], 4) + self._amount(args[5], 4)
-            self.recording.buffers.append(Buffer(size, index, index + 1))
+            self.buffers.append(Buffer(size, index, index + 1))
         return result
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> Cost:
@@ -255,32 +138,23 @@ class _Recorder(TorchDispatchMode):
         for name, block in blocks.items():
             enter = functools.partial(self._enter, name)
             hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(block.register_forward_hook(lambda *given: self._leave(given[-1]), always_call=True))
-        for number, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                hooks.append(
-                    parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._take(p, number))
-                )
-        return hooks
+            hooks.append(block.register_forward_hook(lambda *values: self._leave(values[-1]), always_call=True))
+        trained: Any = (parameter for parameter in parameters if parameter.requires_grad)
+        return hooks + [parameter.register_post_accumulate_grad_hook(self._drop_gradient) for parameter in trained]
 
     def _enter(self, name: str, block: nn.Module, *inputs: Any) -> None:
-        for buffer in self._buffers(inputs):
+        for buffer in self.buffers_of(inputs):
             buffer.enters.append(name)
         self._entered.append(name)
         self._mark()
 
     def _leave(self, outputs: Any) -> None:
-        for buffer in self._buffers(outputs):
+        for buffer in self.buffers_of(outputs):
             buffer.is_output = True
         self._entered.pop()
         self._mark()
 
-    def mark_casts(self, casts: Iterable[Tensor]) -> None:
-        """Note which buffers are cast weights."""
-        for buffer in self._buffers(list(casts)):
-            buffer.is_cast = True
-
-    def _buffers(self, values: Any) -> Iterator[Buffer]:
+    def buffers_of(self, values: Any) -> Iterator[Buffer]:
         """Yield the buffers of the tensors in nested containers."""
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) in self._live:
@@ -290,10 +164,10 @@ class _Recorder(TorchDispatchMode):
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._places.append(self._here())
 
-    def _here(self) -> Place:
+    def _here(self) -> tuple[str, str]:
         return (self._entered[0], self._entered[-1]) if self._entered else ("", "")
 
-    def _place(self) -> Place:
+    def _place(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
         if self._entered or node is None:  # recomputation in backward enters blocks, too
             return self._here()
@@ -308,34 +182,30 @@ class _Recorder(TorchDispatchMode):
 
         def freed(_: Any) -> None:
             del self._live[key]
-            buffer.freed = len(self.recording.operations)
+            buffer.freed = len(self.operations)
 
         self._live[key] = weakref.ref(storage, freed), buffer
-        self.recording.buffers.append(buffer)
+        self.buffers.append(buffer)
 
-    def _take(self, parameter: Tensor, number: int) -> None:
-        assert parameter.grad is not None
-        key = parameter.grad.untyped_storage()._cdata
-        if key in self._live:
-            self._live[key][1].gradient_of = number
+    def _drop_gradient(self, parameter: Tensor) -> None:
+        for buffer in self.buffers_of(parameter.grad):
+            buffer.is_gradient = True
         parameter.grad = None
-
-
-_UNSAFE_VIEWS = frozenset((torch.ops.aten._unsafe_view.default,))
-"""Operators that return views although their schemas do not say so."""
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
     """Return whether an operator returns views of its inputs, and changes nothing."""
+    if func is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return True
     schema = func._schema
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what the shapes of an operator's results depend on; None if that cannot be compared."""
+    key = func, _signature(args), _signature(tuple(kwargs.items()))
     try:
-        key = func, _signature(args), _signature(tuple(kwargs.items()))
         hash(key)
     except TypeError:
         return None
@@ -381,8 +251,8 @@ class _Functions(TorchFunctionMode):
 
     def forget_casts(self) -> list[Tensor]:
         """Return and free the cast weights, as on leaving an autocast context; later casts are not kept."""
-        found, self._casts = list((self._casts or {}).values()), None
-        return found
+        casts, self._casts = list((self._casts or {}).values()), None
+        return casts
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,8 +66,8 @@ class Curve:
         """Return the rate for operations of these sizes."""
         if len(self.rates) == 1:
             return np.full(len(sizes), self.rates[0])
-        found: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
-        return found
+        rates: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
+        return rates
 
     def divided(self, count: int) -> Curve:
         return Curve(self.sizes, tuple(rate / count for rate in self.rates))
@@ -153,7 +153,12 @@ class Speeds:
         curves_of_bytes = {name: getattr(self, name).divided(count) for name in ("bandwidth", "functions")}
         return replace(self, flops=curves, **curves_of_bytes, **rates)
 
-    def seconds(self, trace: Trace, batch_size: int, *, tf32: bool = False) -> np.ndarray:
+    def with_tf32(self) -> Speeds:
+        """Return the speeds if products of float32 matrices use TensorFloat-32."""
+        in_tf32 = {(kind, "float32"): curve for (kind, dtype), curve in self.flops.items() if dtype == "tf32"}
+        return replace(self, flops={**self.flops, **in_tf32})
+
+    def seconds(self, trace: Trace, batch_size: int) -> np.ndarray:
         """Return the seconds of each operation of a trace.
 
         On a GPU the host starts operations ahead, so the slower of the two counts; on a CPU both add up.
@@ -161,31 +166,29 @@ class Speeds:
         Args:
             trace: The operations.
             batch_size: Samples.
-            tf32: Products of float32 matrices use TensorFloat-32.
         """
         flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
         busy, host = moved / self.bandwidth.at(moved), self.launching(trace, batch_size)
-        for (kind, dtype), found in trace.alike.items():
+        for (kind, dtype), indices in trace.alike.items():
             if kind == "function":
-                busy[found] = moved[found] / self.functions.at(moved[found])
+                busy[indices] = moved[indices] / self.functions.at(moved[indices])
             elif kind != "elementwise":
-                rates = self._rate(kind, dtype, tf32).at(flops[found] / np.maximum(moved[found], 1))
-                busy[found] = np.maximum(busy[found], flops[found] / rates)
+                curve = self.product_rate(kind, _DTYPES.get(dtype, "float32"))
+                rates = curve.at(flops[indices] / np.maximum(moved[indices], 1))
+                busy[indices] = np.maximum(busy[indices], flops[indices] / rates)
         return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
+
+    def product_rate(self, kind: str, dtype: str) -> Curve:
+        """Return the floating-point operations per second of a kind of operation; see ``flops``."""
+        return self.flops.get((kind, dtype)) or self.flops[kind.removesuffix("_backward"), dtype]
 
     def launching(self, trace: Trace, batch_size: int) -> np.ndarray:
         """Return the seconds that the host needs to start each operation of a trace."""
         host = np.full(len(trace.operations), self.launch)
-        for (kind, _), found in trace.alike.items():
-            host[found] += self.latency.get(kind, 0.0)
+        for (kind, _), indices in trace.alike.items():
+            host[indices] += self.latency.get(kind, 0.0)
         # Views move nothing, and take no time of their own.
         return np.where(trace.moved.at(batch_size) > 0, host, 0.0)
-
-    def _rate(self, kind: str, computed_in: torch.dtype, tf32: bool) -> Curve:
-        dtype = _DTYPES.get(computed_in, "float32")
-        dtype = "tf32" if tf32 and dtype == "float32" else dtype
-        backward = self.flops.get((kind, dtype))
-        return self.flops[kind.removesuffix("_backward"), dtype] if backward is None else backward
 
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -221,7 +224,6 @@ class Work:
     """Elements whose EMA is updated on the device."""
     recomputation: float = 0.0
     """Seconds to recompute activations in one pass, unless the trace does it."""
-    tf32: bool = False
     loading: float = 0.0
     """Seconds in which the data loader delivers one micro-batch, beside the computation."""
     averaged_on_host: int = 0
@@ -243,7 +245,7 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
         speeds: Of the device.
         work: The rest of the step.
     """
-    seconds = speeds.seconds(trace, batch_size, tf32=work.tf32)
+    seconds = speeds.seconds(trace, batch_size)
     backward = float(seconds[trace.is_backward].sum())
     forward = float(seconds.sum()) - backward
     backward += work.recomputation
@@ -278,5 +280,5 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     update += _BYTES_PER_AVERAGE / _BYTES_PER_HOST_UPDATE * work.averaged_on_host / speeds.host_updates
     update += work.fetched / speeds.to_host
     passes = work.accumulate
-    found = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
-    return replace(found, waiting=waiting + max(passes * work.loading - found.total, 0.0))
+    time = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
+    return replace(time, waiting=waiting + max(passes * work.loading - time.total, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -12,17 +12,15 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
-from sd_lightning.planner.candidates import CANDIDATES, Candidate
-from sd_lightning.planner.checkpointing import Choice, Simulation
-from sd_lightning.planner.devices import Device
-from sd_lightning.planner.footprint import Footprint
-from sd_lightning.planner.forecast import GB, Forecast, Forecaster
-from sd_lightning.planner.passes import encoding_recordings
+from sd_lightning.planner.checkpointing import Simulated, Simulation
+from sd_lightning.planner.devices import Cluster, Device
+from sd_lightning.planner.footprint import CANDIDATES, Candidate, Footprint
+from sd_lightning.planner.forecast import GB, Forecast, Forecaster, Timeline
+from sd_lightning.planner.passes import encoding_traces
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
 from sd_lightning.planner.subject import Subject
-from sd_lightning.planner.timeline import Timeline, timeline
 from sd_lightning.planner.trace import Trace
 
 _MOST = 4096
@@ -39,38 +37,14 @@ Recompute = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The GPUs of a run, of one kind, in one machine."""
-
-    device: Device
-    count: int = 1
-    host_memory: int | None = None
-    """Bytes per GPU; the device table's if not given."""
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise UsageError(f"plan got gpus={self.count}; expected at least 1")
-        if self.host_memory is not None and self.host_memory <= 0:
-            raise UsageError(f"plan got host_gb={self.host_memory / GB}; expected gigabytes per GPU, above 0")
-
-    @property
-    def memory(self) -> int:
-        """Usable bytes of a GPU."""
-        return self.device.usable_memory
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory per GPU."""
-        return self.device.host_memory if self.host_memory is None else self.host_memory
-
-
-@dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A way to train, with its predicted memory and time."""
 
     candidate: Candidate
     run: TrainingRun
     """With the chosen micro-batch, accumulation and checkpointing."""
+    footprint: Footprint
+    """What the strategy holds."""
     memory: Forecast
     time: StepTime
     cluster: Cluster
@@ -120,77 +94,61 @@ class Plan:
 class Plans:
     """The result of a search."""
 
-    best: tuple[Plan, ...]
+    best: tuple[TrainingPlan, ...]
     """The fastest plan of each candidate that fits, the fastest first."""
-    too_large: tuple[Plan, ...]
+    too_large: tuple[TrainingPlan, ...]
     """Candidates that do not fit, with a micro-batch of 1 or the smallest allowed; the smallest first."""
     skip_reasons: tuple[str, ...]
     """Why candidates could not be considered."""
     speeds: Speeds
     cluster: Cluster
-    considered: tuple[Plan, ...] = ()
+    considered: tuple[TrainingPlan, ...] = ()
     """All plans that fit, of every candidate, batch size and choice of recomputation."""
 
 
+@dataclass(frozen=True, eq=False)
 class Search:
     """The candidates for one model and one kind of training on one cluster.
-
-    Args:
-        model: On any device, or what else is trained; it is not changed.
-        run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
-        cluster: The GPUs.
-        speeds: What their machine reaches, whose cores the processes share; assumed from the device table if not given.
-        batch_size: Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest.
-        micro_batches: Samples per forward pass and process to choose from, ascending; all if not given.
-        checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
-                the faster of False and "auto".
-        candidates: Strategies to compare; all that are registered if not given.
 
     Raises:
         UsageError: The batch size cannot be divided among the GPUs.
     """
 
-    def __init__(
-        self,
-        model: LatentDiffusion | Subject,
-        run: TrainingRun,
-        cluster: Cluster,
-        *,
-        speeds: Speeds | None = None,
-        batch_size: int | None = None,
-        micro_batches: Sequence[int] | None = None,
-        checkpointing: Recompute | None = None,
-        candidates: Iterable[Candidate] | None = None,
-        tf32: bool = False,
-    ) -> None:
-        if batch_size is not None and (batch_size < 1 or batch_size % cluster.count):
+    model: LatentDiffusion | Subject
+    """On any device, or what else is trained; it is not changed."""
+    run: TrainingRun
+    """Settings of the run; its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here."""
+    cluster: Cluster
+    speeds: Speeds | None = None
+    """What the GPUs' machine reaches, whose cores the processes share; assumed from the device table if not given."""
+    batch_size: int | None = None
+    """Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest."""
+    micro_batches: Sequence[int] | None = None
+    """Samples per forward pass and process to choose from, ascending; all if not given."""
+    checkpointing: Recompute | None = None
+    """Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is the faster of False and
+    "auto"."""
+    candidates: Sequence[Candidate] | None = None
+    """Strategies to compare; all that are registered if not given."""
+    tf32: bool = False
+    """Products of float32 matrices use TensorFloat-32."""
+
+    def __post_init__(self) -> None:
+        count, batch_size = self.cluster.count, self.batch_size
+        if batch_size is not None and (batch_size < 1 or batch_size % count):
             raise UsageError(
-                f"plan got data.batch_size={batch_size} for {cluster.count} GPU(s); expected a multiple of "
-                f"{cluster.count}, e.g. data.batch_size={8 * cluster.count}"
+                f"plan got data.batch_size={batch_size} for {count} GPU(s); expected a multiple of {count}, e.g. "
+                f"data.batch_size={8 * count}"
             )
-        self._model = model
-        self.run = replace(run, world_size=cluster.count)
-        self.cluster = cluster
-        self._measured = speeds or Speeds.of(cluster.device)
-        self._speeds = self._measured.shared_by(cluster.count)
-        self._batch_size = batch_size
-        self._per_gpu = None if batch_size is None else batch_size // cluster.count
-        self._micro_batches = micro_batches
-        self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
-        self._forecasters: dict[bool, Forecaster] = {}
-        self._simulations: dict[tuple[Trace, int], Simulation] = {}
-        self._candidates = list(CANDIDATES if candidates is None else candidates)
-        self._tf32 = tf32
+        object.__setattr__(self, "run", replace(self.run, world_size=count))
 
     def plans(self) -> Plans:
         """Compare all candidates."""
-        found: list[Plan] = []
-        considered: list[Plan] = []
-        large: list[Plan] = []
+        fastest: list[TrainingPlan] = []
+        considered: list[TrainingPlan] = []
+        large: list[TrainingPlan] = []
         skip_reasons: dict[str, None] = {}
-        for candidate in self._candidates:
-            if not candidate.suits(self.cluster.count):
-                continue
+        for candidate in self._suited:
             try:
                 made = [plan for each in self._choices for plan in self._of(candidate, each)]
             except UsageError as error:  # a package is missing, or the engine cannot train this
@@ -205,57 +163,73 @@ class Search:
             fitting = [plan for plan in made if plan.fits]
             considered += fitting
             if fitting:
-                found.append(self._fastest(fitting))
+                fastest.append(self._fastest(fitting))
             elif made:
                 large.append(min(made, key=self._excess))
         too_large = tuple(sorted(large, key=self._excess))
-        best = _fastest_first(found, max(_EQUAL, self._speeds.spread))
+        best = _fastest_first(fastest, max(_EQUAL, self._speeds.spread))
         return Plans(best, too_large, tuple(skip_reasons), self._speeds, self.cluster, tuple(considered))
 
-    def timeline(self, plan: Plan) -> Timeline:
+    def timeline(self, plan: TrainingPlan) -> Timeline:
         """Return the memory of a plan's step, operation by operation."""
-        return timeline(*self._traced(plan))
+        return Forecaster(self.model, plan.run).timeline(plan.footprint)
 
-    def segments(self, plan: Plan) -> Reserved:
+    def segments(self, plan: TrainingPlan) -> Reserved:
         """Return what CUDA's allocator reserves for a plan's activations and gradients."""
-        forecaster, footprint = self._traced(plan)
-        return forecaster.segments(footprint)
+        return Forecaster(self.model, plan.run).segments(plan.footprint)
 
-    def _traced(self, plan: Plan) -> tuple[Forecaster, Footprint]:
-        """Return what traces a plan with what its blocks keep, and what its strategy holds."""
-        forecaster = Forecaster(self._model, plan.run)
-        footprint = plan.candidate.footprint(forecaster.workload)
-        assert footprint is not None
-        return forecaster, footprint
-
-    def within(self, memory: int, candidates: Iterable[Candidate] | None = None) -> Search:
+    def within(self, memory: int, candidates: Sequence[Candidate] | None = None) -> Search:
         """Return the same search for GPUs of which a plan may take another number of bytes."""
-        device = replace(self.cluster.device, memory_gib=memory / self.cluster.memory * self.cluster.device.memory_gib)
-        return Search(
-            self._model,
-            self.run,
-            replace(self.cluster, device=device),
-            speeds=self._measured,
-            batch_size=self._batch_size,
-            micro_batches=self._micro_batches,
-            checkpointing=self._choices[0] if len(self._choices) == 1 else None,
-            candidates=self._candidates if candidates is None else candidates,
-            tf32=self._tf32,
+        device, candidates = self.cluster.device, self.candidates if candidates is None else candidates
+        device = replace(device, memory_gib=memory / self.cluster.memory * device.memory_gib)
+        return replace(self, cluster=replace(self.cluster, device=device), candidates=candidates)
+
+    def with_changes(self, run: TrainingRun, cluster: Cluster, candidates: Sequence[Candidate] | None = None) -> Search:
+        """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
+        return replace(
+            self,
+            run=run,
+            cluster=cluster,
+            speeds=None,
+            batch_size=None,
+            micro_batches=None if self.batch_size is None else self.micro_batches,
+            checkpointing=self._choices[-1],
+            candidates=self.candidates if candidates is None else candidates,
         )
 
-    def with_changes(self, run: TrainingRun, cluster: Cluster, candidates: Iterable[Candidate] | None = None) -> Search:
-        """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
-        options: dict[str, Any] = {"checkpointing": self._choices[-1], "tf32": self._tf32}
-        options["candidates"] = self._candidates if candidates is None else candidates
-        options["micro_batches"] = self._micro_batches if self._per_gpu is not None else None
-        return Search(self._model, run, cluster, **options)
+    @cached_property
+    def _speeds(self) -> Speeds:
+        return (self.speeds or Speeds.of(self.cluster.device)).shared_by(self.cluster.count)
 
-    def smallest_that_fits(self) -> Plan | None:
+    @cached_property
+    def _speeds_of_steps(self) -> Speeds:
+        return self._speeds.with_tf32() if self.tf32 else self._speeds
+
+    @property
+    def _per_gpu(self) -> int | None:
+        return None if self.batch_size is None else self.batch_size // self.cluster.count
+
+    @property
+    def _choices(self) -> tuple[Recompute, ...]:
+        return (False, "auto") if self.checkpointing is None else (self.checkpointing,)
+
+    @property
+    def _suited(self) -> list[Candidate]:
+        candidates = CANDIDATES if self.candidates is None else self.candidates
+        return [candidate for candidate in candidates if candidate.suits(self.cluster.count)]
+
+    @cached_property
+    def _forecasters(self) -> dict[bool, Forecaster]:
+        return {}
+
+    @cached_property
+    def _simulations(self) -> dict[tuple[Trace, int], Simulation]:
+        return {}
+
+    def smallest_that_fits(self) -> TrainingPlan | None:
         """Return a plan with the smallest micro-batch that fits, if there is one; of the simplest strategy."""
         recompute = self._choices[-1]
-        for candidate in self._candidates:
-            if not candidate.suits(self.cluster.count):
-                continue
+        for candidate in self._suited:
             try:
                 footprint = candidate.footprint(self._forecaster(recompute).workload)
             except UsageError:
@@ -266,7 +240,7 @@ class Search:
                     return plan
         return None
 
-    def _of(self, candidate: Candidate, recompute: Recompute) -> Iterator[Plan]:
+    def _of(self, candidate: Candidate, recompute: Recompute) -> Iterator[TrainingPlan]:
         """Yield plans of a candidate with the batch sizes that are worth a try; with the smallest if none fits."""
         forecaster = self._forecaster(recompute)
         once = candidate.footprint(forecaster.workload)
@@ -275,7 +249,7 @@ class Search:
             return
         sizes = self._sizes
 
-        def of(size: int, *, least: bool) -> Plan:
+        def of(size: int, *, least: bool) -> TrainingPlan:
             footprint = once if self._per_gpu in (None, size) else several
             return self._plan(candidate, recompute, footprint, size, least=least)
 
@@ -291,14 +265,14 @@ class Search:
     def _forecaster(self, recompute: Recompute) -> Forecaster:
         whole = recompute is True
         if whole not in self._forecasters:
-            self._forecasters[whole] = Forecaster(self._model, replace(self.run, gradient_checkpointing=whole))
+            self._forecasters[whole] = Forecaster(self.model, replace(self.run, gradient_checkpointing=whole))
         return self._forecasters[whole]
 
-    def _choice(self, forecaster: Forecaster, footprint: Footprint, size: int, *, least: bool) -> Choice:
+    def _choice(self, forecaster: Forecaster, footprint: Footprint, size: int, *, least: bool) -> Simulated:
         """Return what blocks keep: as little as possible, or as much as fits."""
         key = forecaster.trace(footprint), size
         if key not in self._simulations:
-            self._simulations[key] = Simulation(*key, self._speeds, tf32=self._tf32)
+            self._simulations[key] = Simulation(*key, self._speeds_of_steps)
         simulation = self._simulations[key]
         if least:
             return simulation.least(footprint.menu)
@@ -308,42 +282,39 @@ class Search:
     @cached_property
     def _sizes(self) -> Sequence[int]:
         """The micro-batches to choose from, ascending."""
-        if self._micro_batches is not None:
-            return self._micro_batches
+        if self.micro_batches is not None:
+            return self.micro_batches
         if self._per_gpu is None:
             return range(1, _MOST + 1)
         return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
 
     def _plan(
         self, candidate: Candidate, recompute: Recompute, footprint: Footprint, size: int, *, least: bool
-    ) -> Plan:
+    ) -> TrainingPlan:
         forecaster = self._forecaster(recompute)
         chosen = self._choice(forecaster, footprint, size, least=least) if recompute == "auto" else None
         accumulate = 1 if self._per_gpu is None else self._per_gpu // size
         run = replace(forecaster.run, batch_size=size, accumulate=accumulate, kept=chosen.kept if chosen else {})
         memory = forecaster.forecast(footprint, size, chosen.change if chosen else None)
-        encoding = self._encoding(size) if run.encodes else 0.0
+        encoding = size * self._encoding_per_sample if run.encodes else 0.0
         again = chosen.seconds if chosen else 0.0
         loading = size / run.loaded_per_second if run.loaded_per_second else 0.0
-        settings: dict[str, Any] = {"recomputation": again, "tf32": self._tf32, "loading": loading}
-        work = Work(run.world_size, accumulate, encoding, **settings, **_averaging(run, footprint))
-        time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
-        return Plan(candidate, run, memory, time, self.cluster)
-
-    def _encoding(self, count: int) -> float:
-        """Return the seconds to encode images and captions, which grow with their number."""
-        return count * self._encoding_per_sample
+        averaging = _averaging(run, footprint)
+        work = Work(run.world_size, accumulate, encoding, recomputation=again, loading=loading, **averaging)
+        time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds_of_steps, work)
+        return TrainingPlan(candidate, run, footprint, memory, time, self.cluster)
 
     @cached_property
     def _encoding_per_sample(self) -> float:
-        count = 4
-        seconds = 0.0
-        for recording in encoding_recordings(self._forecaster(self._choices[0]).model, self.run, count):
-            tf32 = self.run.encoder_dtype != torch.float32  # as `models.tf32.products_of` decides
-            seconds += float(self._speeds.seconds(Trace(recording), 0, tf32=tf32).sum())
+        """Seconds to encode an image and its caption; they grow with their number."""
+        count, seconds = 4, 0.0
+        uses_tf32 = self.run.encoder_dtype != torch.float32  # as `models.tf32.products_of` decides
+        speeds = self._speeds.with_tf32() if uses_tf32 else self._speeds
+        for trace in encoding_traces(self._forecaster(self._choices[0]).model, self.run, count):
+            seconds += float(speeds.seconds(trace, 0).sum())
         return seconds / count
 
-    def _fastest(self, plans: Sequence[Plan]) -> Plan:
+    def _fastest(self, plans: Sequence[TrainingPlan]) -> TrainingPlan:
         """Return the fastest plan; if the batch is free, the smallest batch that is equally fast."""
         fastest = max(plans, key=lambda plan: plan.images_per_second)
         if self._per_gpu is not None:
@@ -351,7 +322,7 @@ class Search:
         equal = [plan for plan in plans if plan.images_per_second >= (1 - _EQUAL) * fastest.images_per_second]
         return min(equal, key=lambda plan: plan.run.batch_size)
 
-    def _excess(self, plan: Plan) -> int:
+    def _excess(self, plan: TrainingPlan) -> int:
         return max(plan.memory.device - self.cluster.memory, plan.memory.host - self.cluster.host)
 
 
@@ -377,23 +348,18 @@ def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _fastest_first(plans: list[Plan], spread: float) -> tuple[Plan, ...]:
+def _fastest_first(plans: list[TrainingPlan], spread: float) -> tuple[TrainingPlan, ...]:
     """Sort by speed; of those whose speeds differ by less than a part of it, the simpler strategy is first."""
-    left, found = list(plans), []
+    left, ordered = list(plans), []
     while left:
         fastest = max(plan.images_per_second for plan in left)
         chosen = next(plan for plan in left if plan.images_per_second >= (1 - spread) * fastest)
-        found.append(chosen)
+        ordered.append(chosen)
         left.remove(chosen)
-    return tuple(found)
+    return tuple(ordered)
 
 
-def plan(model: LatentDiffusion, device: str | Device, num_devices: int = 1, **options: Any) -> Plans:
-    """Compare strategies on GPUs of one kind, without one; the arguments are those of :func:`search`."""
-    return search(model, device, num_devices, **options).plans()
-
-
-def search(
+def plan(
     model: LatentDiffusion,
     device: str | Device,
     num_devices: int = 1,
@@ -401,8 +367,8 @@ def search(
     run: TrainingRun | None = None,
     host_memory: int | None = None,
     **options: Any,
-) -> Search:
-    """Prepare a search.
+) -> Plans:
+    """Compare strategies on GPUs of one kind, without one.
 
     Args:
         model: On any device; it is not changed.
@@ -419,9 +385,5 @@ def search(
     if isinstance(device, str):
         device, speeds = hardware(device)
         options = {"speeds": speeds, **options}
-    if not CANDIDATES:
-        import sd_lightning
-
-        sd_lightning.register_strategies()
     cluster = Cluster(device, num_devices, host_memory)
-    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options)
+    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options).plans()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from sd_lightning.planner.recording import ROUNDING
-from sd_lightning.planner.trace import Trace
+from sd_lightning.planner.trace import ROUNDING, Trace, rounded
 
 log = logging.getLogger(__name__)
 
@@ -34,30 +34,26 @@ def use_expandable_segments() -> None:
 
     Must be called before memory is taken on a GPU. What the environment says already stays.
     """
-    given = next((name for name in _SETTINGS if name in os.environ), None)
-    if given is None:
+    name = next((name for name in _SETTINGS if name in os.environ), None)
+    if name is None:
         os.environ[_SETTINGS[0]] = EXPANDABLE
-    elif EXPANDABLE not in os.environ[given]:
+    elif EXPANDABLE not in os.environ[name]:
         log.warning(
             "%s=%s: without %s, CUDA's allocator may take more memory than is predicted; add it",
-            *(given, os.environ[given], EXPANDABLE),
+            *(name, os.environ[name], EXPANDABLE),
         )
 
 
-@dataclass(eq=False)
-class _Segment:
-    size: int
-    used: int = 0
+class Block(NamedTuple):
+    """Memory within a segment; free blocks are taken in this order."""
 
-
-@dataclass(eq=False)
-class _Block:
     size: int
-    segment: _Segment
-    before: _Block | None = None
-    after: _Block | None = None
-    is_free: bool = False
-    number: int = 0
+    number: int
+    """Of the block among those that were freed."""
+    begin: int
+    """Address."""
+    segment: int
+    """Index of its segment."""
 
 
 @dataclass
@@ -77,109 +73,103 @@ class Reserved:
         return self.peak - self.live
 
 
-@dataclass
 class Allocator:
     """The allocator of one process and stream."""
 
-    reserved: Reserved = field(default_factory=Reserved)
-
-    def __post_init__(self) -> None:
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+    def __init__(self) -> None:
+        self.reserved = Reserved()
+        self._free: dict[bool, list[Block]] = {True: [], False: []}
+        """Free blocks of small segments, and of large ones."""
+        self._by_begin: dict[int, Block] = {}
+        self._by_end: dict[int, Block] = {}
+        self._segments: list[int] = []
+        """Bytes of each segment."""
+        self._used: list[int] = []
         self._count = self._in_use = self._live = 0
 
-    def allocate(self, size: int) -> _Block:
+    def allocate(self, size: int) -> Block:
         """Return a block: the smallest free one that is large enough, or one of a new segment."""
-        size = max(-(-size // ROUNDING) * ROUNDING, ROUNDING)
+        size = max(rounded(size), ROUNDING)
         is_small = size <= _SMALL
-        pool = self._free[is_small]
-        place = bisect_left(pool, (size, -1))
-        if place < len(pool):
-            block = pool.pop(place)[-1]
+        place = bisect_left(self._free[is_small], (size,))
+        if place < len(self._free[is_small]):
+            block = self._free[is_small][place]
+            self._remove(block)
         else:
-            segment = _Segment(_SMALL_SEGMENT if is_small else _LARGE_SEGMENT if size < _LARGE else _whole(size))
-            self.reserved.most += segment.size
-            block = _Block(segment.size, segment)
-        block.is_free = False
+            whole = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            block = self._new_segment(_SMALL_SEGMENT if is_small else _LARGE_SEGMENT if size < _LARGE else whole)
         left = block.size - size
         if left >= ROUNDING if is_small else left > _SMALL:
-            rest = _Block(left, block.segment, block, block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            self._put(rest)
+            self._add(block._replace(size=left, begin=block.begin + size))
+            block = block._replace(size=size)
         self._use(block.segment, block.size)
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: Block) -> None:
         """Give a block back; it is joined with free neighbours."""
         self._use(block.segment, -block.size)
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                pool = self._free[other.segment.size == _SMALL_SEGMENT]
-                del pool[bisect_left(pool, (other.size, other.number))]
-                block.size += other.size
-                if other is block.before:
-                    block.before = other.before
-                    if other.before is not None:
-                        other.before.after = block
-                else:
-                    block.after = other.after
-                    if other.after is not None:
-                        other.after.before = block
-        self._put(block)
+        for other in (self._by_end.get(block.begin), self._by_begin.get(block.begin + block.size)):
+            if other is not None:
+                self._remove(other)
+                block = block._replace(size=block.size + other.size, begin=min(block.begin, other.begin))
+        self._add(block)
 
-    def _put(self, block: _Block) -> None:
+    def _new_segment(self, size: int) -> Block:
+        begin = sum(self._segments) + len(self._segments)  # apart from the last one, so that no blocks are joined
+        self._segments.append(size)
+        self._used.append(0)
+        self.reserved.most += size
+        return Block(size, 0, begin, len(self._segments) - 1)
+
+    def _add(self, block: Block) -> None:
         self._count += 1
-        block.is_free, block.number = True, self._count
-        insort(self._free[block.segment.size == _SMALL_SEGMENT], (block.size, block.number, block))
+        block = block._replace(number=self._count)
+        insort(self._free[self._segments[block.segment] == _SMALL_SEGMENT], block)
+        self._by_begin[block.begin] = self._by_end[block.begin + block.size] = block
 
-    def _use(self, segment: _Segment, size: int) -> None:
-        was = segment.used > 0
-        segment.used += size
+    def _remove(self, block: Block) -> None:
+        pool = self._free[self._segments[block.segment] == _SMALL_SEGMENT]
+        del pool[bisect_left(pool, block)], self._by_begin[block.begin], self._by_end[block.begin + block.size]
+
+    def _use(self, segment: int, size: int) -> None:
+        was = self._used[segment] > 0
+        self._used[segment] += size
         self._live += size
-        self._in_use += segment.size * ((segment.used > 0) - was)
+        self._in_use += self._segments[segment] * ((self._used[segment] > 0) - was)
         self.reserved.peak = max(self.reserved.peak, self._in_use)
         self.reserved.live = max(self.reserved.live, self._live)
 
 
-def _whole(size: int) -> int:
-    return -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
-
-
-def replayed(trace: Trace, batch_size: int, kept: float, *, steps: int = 2) -> Reserved:
-    """Replay the allocations of training steps.
+def replayed(trace: Trace, batch_size: int, kept: float) -> Reserved:
+    """Replay the allocations of two training steps: in the second, the allocator reuses what it has.
 
     Args:
         trace: Of a forward and backward pass.
         batch_size: Samples per pass.
         kept: Part of each gradient that is kept from when it is ready to the backward pass of the next step.
-        steps: After the first one, the allocator reuses what it has.
     """
     allocator = Allocator()
-    sizes = trace.sizes(batch_size)
-    events = [(freed, _FREED, index) for index, freed in enumerate(trace.freed.tolist())]
-    events += [(born, _BORN, index) for index, born in enumerate(trace.born.tolist())]
-    events.append((int(np.flatnonzero(trace.is_backward).min(initial=len(trace.operations))), _FORGOTTEN, 0))
-    events.sort()
-    gradients: list[_Block] = []
-    for _ in range(steps):
-        blocks: dict[int, _Block] = {}
-        for _, what, index in events:
-            if what == _FORGOTTEN:
+    sizes, count = trace.sizes(batch_size).tolist(), len(trace.operations)
+    freed: list[list[int]] = [[] for _ in range(count + 1)]
+    born: list[list[int]] = [[] for _ in range(count + 1)]
+    for index, (begin, end) in enumerate(zip(trace.born.tolist(), trace.freed.tolist())):
+        born[begin].append(index)
+        freed[end].append(index)
+    turn = int(np.flatnonzero(trace.is_backward).min(initial=count))
+    gradients: list[Block] = []
+    for _ in range(2):
+        blocks: dict[int, Block] = {}
+        for operation in range(count + 1):
+            if operation == turn:  # the gradients of the last step are dropped
                 for block in gradients:
                     allocator.free(block)
                 gradients = []
-            elif what == _BORN:
-                blocks[index] = allocator.allocate(int(sizes[index]))
-            elif not trace.is_gradient[index] or not kept:
-                allocator.free(blocks.pop(index))
-            elif kept == 1:
-                gradients.append(blocks.pop(index))
-            else:
-                gradients.append(allocator.allocate(int(kept * sizes[index])))
-                allocator.free(blocks.pop(index))
+            for index in freed[operation]:
+                block = blocks.pop(index)
+                if trace.is_gradient[index] and kept:
+                    gradients.append(block if kept == 1 else allocator.allocate(int(kept * sizes[index])))
+                if not trace.is_gradient[index] or kept != 1:
+                    allocator.free(block)
+            for index in born[operation]:
+                blocks[index] = allocator.allocate(sizes[index])
     return allocator.reserved
-
-
-_FORGOTTEN, _FREED, _BORN = range(3)
-"""What happens before an operation, in this order; gradients of the last step are forgotten."""

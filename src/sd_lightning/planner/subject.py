@@ -138,7 +138,7 @@ class ModuleSubject:
 
         blocks = {name: module.get_submodule(name) for name in self._blocks}
         with torch.device("meta"), _default_dtype(dtype if autocast is None else torch.float32), _Unpadded():
-            return Trace(record(step, blocks=blocks, parameters=module.parameters(), autocast=autocast))
+            return record(step, blocks=blocks, parameters=module.parameters(), autocast=autocast)
 
     def frozen_bytes(self, dtype: torch.dtype) -> int:
         parameters = (p for p in self._module.parameters() if id(p) not in self._sharded and not p.requires_grad)

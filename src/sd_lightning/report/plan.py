@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning.report.document import card, charts, rows, section, tiles, write_document
-from sd_lightning.report.drawing import AREAS, INKS, LINES, bar_height, number, render_svg, stacked, tidy
+from sd_lightning.report.drawing import AREAS, INKS, bar_height, number, render_svg, stacked, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _GB = 1e9
 _MOST = 12
 """Plans in a chart."""
+_BUFFERS = ("buckets", "new buckets", "swap buffers")
 _PARTS = {
     "weights": ("weights", "master weights"),
     "gathered weights": ("gathered weights", "blocks in use"),
@@ -24,26 +27,17 @@ _PARTS = {
     "optimizer states": ("optimizer states",),
     "allowance": ("allowance",),
     "EMA and encoders": ("EMA", "encoders"),
-    "buffers": ("buckets", "new buckets", "swap buffers"),
+    "buffers": _BUFFERS,
 }
 """Part of the memory in the charts, in the order of the colours -> kinds of the planner."""
-_ALWAYS = {
-    "weights": ("weights", "master weights"),
-    "optimizer": ("optimizer states",),
-    "EMA": ("EMA",),
-    "encoders": ("encoders",),
-    "allowance": ("allowance",),
-}
-"""What stays during a step, in one colour: name -> kinds of the planner."""
+_ALWAYS = ("weights", "master weights", "optimizer states", "EMA", "encoders", "allowance")
+"""Kinds that stay during a step, in one colour."""
 _HELD = {
-    "": tuple(kind for kinds in _ALWAYS.values() for kind in kinds),
+    "": _ALWAYS,
     "gathered weights": ("gathered weights", "blocks in use"),
-    "activations: attention": ("activations: attention",),
-    "activations: convolution": ("activations: convolution",),
-    "activations: matmul": ("activations: matmul",),
-    "activations: others": ("activations: others",),
+    **{name: (name,) for name in (f"activations: {kind}" for kind in ("attention", "convolution", "matmul", "others"))},
     "gradients": ("gradients", "float32 gradients"),
-    "buffers": ("buckets", "new buckets", "swap buffers"),
+    "buffers": _BUFFERS,
 }
 """The same for the memory of a step, from the bottom up; the first is named by what is there of it."""
 _TIMES = {
@@ -53,25 +47,27 @@ _TIMES = {
     "waiting": "waiting for communication and copies",
     "update": "the optimizer's step, EMA",
 }
-_FAMILIES = {"single": 0, "ddp": 0, "gemini": 2, "fsdp": 4, "deepspeed": 6}
-"""Beginning of a strategy's name -> index of its colour."""
+_FAMILIES = (("single", "ddp"), ("gemini",), ("fsdp",), ("deepspeed", "colossalai"))
+"""Beginnings of the names of strategies with one colour."""
 
 Data = Mapping[str, Any]
-"""What ``plan.json`` holds; ``sd_lightning.apps.plan_record`` makes it."""
+"""What ``plan.json`` holds; ``sd_lightning.apps.plan_output`` makes it."""
 
 
 def write_plan_page(path: Path, data: Data) -> Path:
     """Write ``plan.html``: one file that opens anywhere, without a network and without JavaScript."""
+    plans, gpus = data["plans"], data["gpus"]
     body = [f'<p class="lead">{html.escape(data["on"])}</p>', _tiles(data)]
     body += [f'<p class="note">{html.escape(line)}</p>' for line in data["hints"]]
-    if data["plans"]:
-        body.append(section(f"The fastest plan: {data['plans'][0]['name']}", _fastest(data)))
-    body.append(section("Memory, predicted", charts(_memory_card(data), _timeline_card(data))))
-    if data["plans"]:
-        body.append(section("Time, predicted", charts(_time_card(data), _frontier_card(data))))
+    if plans:
+        command = f'<div class="card"><pre>{html.escape(data["command"])}</pre></div>'
+        body.append(section(f"The fastest plan: {plans[0]['name']}", command))
+    body.append(section("Memory, predicted", charts(_memory_card(data), _timeline_card(data["timeline"]))))
+    if plans:
+        body.append(section("Time, predicted", charts(_time_card(data), _frontier_card(data["considered"]))))
     body.append(section("All strategies, predicted", _table(data)))
-    if data["gpus"]:
-        body.append(section("Other GPUs, predicted", charts(_gpu_card(data)) + _gpu_table(data)))
+    if gpus:
+        body.append(section("Other GPUs, predicted", _gpu_table(gpus)))
     body.append(section("Where the numbers are from", _provenance(data)))
     return write_document(path, data["title"], "training plan", "\n".join(body))
 
@@ -84,13 +80,11 @@ def plan_section(data: Data, measured: Mapping[str, Any] | None) -> str:
         measured: The ``plan`` of the run's summary.
     """
     shown = {**data, "plans": data["plans"][:4], "too_large": []}
-    told = []
-    if measured is not None:
-        for label, key, unit in (("memory", "memory_gb", "GB"), ("a step", "step_seconds", "s")):
-            real = measured[key]["measured"]
-            shown_real = "not measured" if real is None else f"{real:.3g} {unit}"
-            told.append((label, f"{measured[key]['predicted']:.3g} {unit}", shown_real))
-    table = rows(("", "predicted", "measured"), told) if told else ""
+    lines = []
+    for label, key, unit in (("memory", "memory_gb", "GB"), ("a step", "step_seconds", "s")) if measured else ():
+        both = (measured[key][side] for side in ("predicted", "measured")) if measured else ()
+        lines.append((label, *("not measured" if value is None else f"{value:.3g} {unit}" for value in both)))
+    table = rows(("", "predicted", "measured"), lines) if lines else ""
     return section("Plan", table + charts(_memory_card(shown), _time_card(shown)))
 
 
@@ -113,64 +107,81 @@ def _tiles(data: Data) -> str:
     return tiles(shown)
 
 
-def _fastest(data: Data) -> str:
-    command = html.escape(data["command"])
-    return f'<div class="card"><pre>{command}</pre></div>'
+def _bars(
+    title: str,
+    note: str,
+    names: Sequence[str],
+    bars: Sequence[Sequence[float]],
+    *,
+    parts: Iterable[str],
+    unit: str,
+    limit: float = 0.0,
+) -> str:
+    """Return a card with a horizontal bar for each name.
 
-
-def _memory_card(data: Data) -> str:
-    shown = [*data["plans"], *data["too_large"]][:_MOST]
-    bars = [_parts(plan) for plan in shown]
-    names = [plan["name"] for plan in shown]
-    limit = data["memory"] / _GB
+    Args:
+        title: Heading.
+        note: The note, as HTML.
+        names: One for each bar.
+        bars: The parts of each bar.
+        parts: Their names, in the order of the colours.
+        unit: Of the axis.
+        limit: Where a dashed line stands; 0 for none.
+    """
 
     def draw(axes: Axes) -> None:
         stacked(axes, names, bars, list(AREAS.values()))
-        axes.axvline(limit, color=INKS["--ink"], linewidth=1.5, linestyle="--")
-        axes.set_xlim(0, 1.1 * max(limit, *(sum(bar) for bar in bars)))
-        axes.set_xlabel("GB of a GPU's memory, at the peak")
+        if limit:
+            axes.axvline(limit, color=INKS["--ink"], linewidth=1.5, linestyle="--")
+        axes.set_xlim(0, 1.1 * max(limit, *map(sum, bars)))
+        axes.set_xlabel(unit)
 
-    kinds = [kind for kind, column in zip(_PARTS, zip(*bars)) if any(column)]
-    keys = [(ink, kind, "") for ink, kind in zip(AREAS, _PARTS) if kind in kinds]
-    left = len(data["plans"]) + len(data["too_large"]) - len(shown)
+    keys = [(ink, part, "") for ink, part, values in zip(AREAS, parts, zip(*bars)) if any(values)]
+    svg = render_svg(title, draw, wide=True, height=bar_height(bars))
+    return card(f"{title}, predicted", note, keys=keys, picture=svg, wide=True)
+
+
+def _memory_card(data: Data) -> str:
+    plans = [*data["plans"], *data["too_large"]]
+    limit, left = data["memory"] / _GB, len(plans) - _MOST
     note = f"The dashed line is what can be used: {limit:.1f} GB. Bars beyond it do not fit."
     if any(plan["device_peak"] <= data["memory"] for plan in data["too_large"]):
         note += f" Others need more than the {data['host_memory'] / _GB:.0f} GB of host memory per GPU."
-    note += f" {left} more strategies are in the table." if left else ""
-    svg = render_svg("Memory by strategy", draw, wide=True, height=bar_height(shown))
-    return card("Memory by strategy, predicted", note, keys=keys, picture=svg, wide=True)
+    note += f" {left} more strategies are in the table." if left > 0 else ""
+    names, bars = [plan["name"] for plan in plans[:_MOST]], list(map(_parts, plans[:_MOST]))
+    unit = "GB of a GPU's memory, at the peak"
+    return _bars("Memory by strategy", note, names, bars, unit=unit, parts=_PARTS, limit=limit)
 
 
 def _parts(plan: Data) -> list[float]:
-    """Return the GB of each part at the peak of the phase with the most memory."""
+    """Return the GB of each part at the peak of the phase with the most memory; the last has what no part names."""
     phase = max(plan["device_bytes"].values(), key=lambda parts: sum(parts.values()))
+    parts = [sum(phase.get(kind, 0) for kind in kinds) / _GB for kinds in _PARTS.values()]
     known = {kind for kinds in _PARTS.values() for kind in kinds}
-    others = sum(size for kind, size in phase.items() if kind not in known)
-    found = [sum(phase.get(kind, 0) for kind in kinds) / _GB for kinds in _PARTS.values()]
-    found[-1] += others / _GB
-    return found
+    parts[-1] += sum(size for kind, size in phase.items() if kind not in known) / _GB
+    return parts
 
 
-def _timeline_card(data: Data) -> str:
-    timeline = data["timeline"]
-    if not timeline:
+def _timeline_card(timeline: Data | None) -> str:
+    if timeline is None:
         return ""
-    given, count = timeline["kinds"], len(timeline["is_backward"])
-    sums = {
-        kind: [sum(given[each][i] for each in kinds if each in given) / _GB for i in range(count)]
-        for kind, kinds in _HELD.items()
-    }
-    inks = {kind: ink for kind, ink in zip(sums, AREAS) if any(sums[kind])}
-    layers = {kind: sums[kind] for kind in inks}
+    curves, is_backward = timeline["kinds"], timeline["is_backward"]
+    count = len(is_backward)
+    layers, keys = [], []
+    for ink, (name, kinds) in zip(AREAS, _HELD.items()):
+        layer = [sum(values) / _GB for values in zip(*(curves[kind] for kind in kinds if kind in curves))]
+        if any(layer):
+            label = name or ", ".join(kind for kind in _ALWAYS if any(curves.get(kind, ())))
+            layers.append(layer)
+            keys.append((ink, label, f"{max(layer):.2f}"))
 
     def draw(axes: Axes) -> None:
-        axes.stackplot(range(count), *layers.values(), colors=[AREAS[ink] for ink in inks.values()], linewidth=0)
-        top = max(map(sum, zip(*layers.values())))
-        if True in timeline["is_backward"]:
-            turn = timeline["is_backward"].index(True)
-            axes.axvline(turn, color=INKS["--rule"], linewidth=1)
-            axes.text(turn, 1.1 * top, " backward", va="top", fontsize=8)
-        axes.text(0, 1.1 * top, " forward", va="top", fontsize=8)
+        axes.stackplot(range(count), *layers, colors=[AREAS[ink] for ink, _, _ in keys], linewidth=0)
+        top = max(map(sum, zip(*layers)))
+        turn = is_backward.index(True)
+        axes.axvline(turn, color=INKS["--rule"], linewidth=1)
+        for name, place in ((" forward", 0), (" backward", turn)):
+            axes.text(place, 1.1 * top, name, va="top", fontsize=8)
         axes.set_xlim(0, count - 1)
         axes.set_ylim(0, 1.15 * top)
         axes.set_xticks([])
@@ -178,96 +189,60 @@ def _timeline_card(data: Data) -> str:
         axes.set_xlabel("operations of a forward and backward pass, in their order")
         tidy(axes)
 
-    told = timeline["told"]
-    always = ", ".join(name for name, kinds in _ALWAYS.items() if any(any(given.get(kind, ())) for kind in kinds))
-    keys = [(inks[kind], kind or always, f"{max(curve):.2f}") for kind, curve in layers.items()]
-    note = f"Of the fastest plan; the most GB of each kind in the key. {html.escape(told[:1].upper() + told[1:])}."
+    peak = timeline["peak"]
+    note = f"Of the fastest plan; the most GB of each kind in the key. {html.escape(peak[:1].upper() + peak[1:])}."
     svg = render_svg("Memory of a step", draw, wide=True)
     return card("Memory of a step, predicted", note, keys=keys, picture=svg, wide=True)
 
 
 def _time_card(data: Data) -> str:
-    shown = data["plans"][:_MOST]
-    bars = [[1e3 * plan["seconds"][part] / plan["global_batch"] for part in _TIMES] for plan in shown]
+    plans = data["plans"][:_MOST]
+    bars = [[1e3 * plan["seconds"][part] / plan["global_batch"] for part in _TIMES] for plan in plans]
+    names, note = [plan["name"] for plan in plans], html.escape(f"Seconds are {data['speeds']}.")
+    unit = "milliseconds per image, on all GPUs together"
+    return _bars("Time by strategy", note, names, bars, unit=unit, parts=_TIMES.values())
+
+
+def _frontier_card(plans: Sequence[Data]) -> str:
+    points = {
+        names: [(p["device_peak"] / _GB, p["images_per_second"]) for p in plans if p["name"].startswith(names)]
+        for names in _FAMILIES
+    }
+    inks = dict(zip(_FAMILIES, list(AREAS)[::2]))
+    frontier: list[tuple[float, float]] = []
+    for memory, speed in sorted(itertools.chain(*points.values()), key=lambda point: (point[0], -point[1])):
+        if not frontier or speed > frontier[-1][1]:
+            frontier.append((memory, speed))
 
     def draw(axes: Axes) -> None:
-        stacked(axes, [plan["name"] for plan in shown], bars, list(AREAS.values()))
-        axes.set_xlim(0, 1.1 * max(map(sum, bars)))
-        axes.set_xlabel("milliseconds per image, on all GPUs together")
-
-    used = [any(column) for column in zip(*bars)]
-    keys = [(ink, label, "") for ink, label, is_used in zip(AREAS, _TIMES.values(), used) if is_used]
-    svg = render_svg("Time by strategy", draw, wide=True, height=bar_height(shown))
-    note = html.escape(f"Seconds are {data['speeds']}.")
-    return card("Time by strategy, predicted", note, keys=keys, picture=svg, wide=True)
-
-
-def _frontier_card(data: Data) -> str:
-    points = data["considered"]
-    inks = list(AREAS.items())
-
-    def family(name: str) -> str:
-        return next((each for each in _FAMILIES if name.startswith(each)), "gemini")
-
-    def draw(axes: Axes) -> None:
-        for name, index in _FAMILIES.items():
-            own = [(p["device_peak"] / _GB, p["images_per_second"]) for p in points if family(p["name"]) == name]
-            if own:
-                across, up = zip(*own)
-                axes.scatter(across, up, color=inks[index][1], s=14, linewidths=0)
-        best, frontier = 0.0, []
-        for point in sorted(points, key=lambda p: (p["device_peak"], -p["images_per_second"])):
-            if point["images_per_second"] > best:
-                best = point["images_per_second"]
-                frontier.append((point["device_peak"] / _GB, best))
+        for names, own in points.items():
+            memory, speeds = [point[0] for point in own], [point[1] for point in own]
+            axes.scatter(memory, speeds, color=AREAS[inks[names]], s=14, linewidths=0)
         axes.plot(*zip(*frontier), color=INKS["--muted"], linewidth=1, drawstyle="steps-post")
         axes.set_xlim(left=0)
-        axes.set_ylim(0, 1.1 * best)
+        axes.set_ylim(0, 1.1 * frontier[-1][1])
         axes.set_xlabel("GB of a GPU's memory")
         axes.set_ylabel("images per second")
         tidy(axes)
 
-    present = [name for name in _FAMILIES if any(family(p["name"]) == name for p in points)]
-    labels = {index: " and ".join(n for n in present if _FAMILIES[n] == index) for index in _FAMILIES.values()}
-    keys = [(inks[index][0], label, "") for index, label in labels.items() if label]
+    keys = [(inks[names], " and ".join(names), "") for names, own in points.items() if own]
     note = (
-        f"Each of the {len(points):,} points is a plan that fits: a strategy, a batch per GPU, and what is recomputed. "
+        f"Each of the {len(plans):,} points is a plan that fits: a strategy, a batch per GPU, and what is recomputed. "
         "The line is the most images per second for so much memory."
     )
     svg = render_svg("Speed against memory", draw, wide=True)
     return card("Speed against memory, predicted", note, keys=keys, picture=svg, wide=True)
 
 
-def _gpu_card(data: Data) -> str:
-    priced = [each for each in data["gpus"] if each["dollars_per_million"] is not None]
-    shown, value, unit = (
-        (priced, lambda each: each["dollars_per_million"], "dollars for a million images")
-        if priced
-        else (data["gpus"], lambda each: each["images_per_second"], "images per second")
-    )
-    ordered = sorted(shown, key=value, reverse=not priced)[:_MOST]
-
-    def draw(axes: Axes) -> None:
-        names = [f"{each['count']} x {each['gpu']}" for each in ordered]
-        stacked(axes, names, [[value(each)] for each in ordered], [LINES["--line-1"]])
-        axes.set_xlim(0, 1.1 * max(map(value, ordered)))
-        axes.set_xlabel(unit)
-
-    note = "The fastest plan on each." + (" GPUs without a known price are in the table below." if priced else "")
-    svg = render_svg("GPUs", draw, wide=True, height=bar_height(ordered))
-    return card(f"{unit.capitalize()}, predicted", note, picture=svg, wide=True)
-
-
-def _gpu_table(data: Data) -> str:
+def _gpu_table(gpus: Sequence[Data]) -> str:
     lines = [
         (
             f"{each['count']} x {each['gpu']}",
             each["name"],
             number(each["images_per_second"]),
-            "—" if each["price"] is None else f"{each['price']:,.2f}",
-            "—" if each["dollars_per_million"] is None else f"{each['dollars_per_million']:,.2f}",
+            *("—" if each[key] is None else f"{each[key]:,.2f}" for key in ("price", "dollars_per_million")),
         )
-        for each in data["gpus"]
+        for each in sorted(gpus, key=lambda each: each["dollars_per_million"] or math.inf)
     ]
     return rows(("GPUs", "strategy", "images per second", "$ per GPU-hour", "$ per million images"), lines)
 

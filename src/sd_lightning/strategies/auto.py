@@ -16,14 +16,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.planner.calibration import hardware
-from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.calibration import hardware, hardware_here
 from sd_lightning.planner.choice import Choice, NothingFits
-from sd_lightning.planner.devices import Device
-from sd_lightning.planner.here import cluster_here, hardware_here
+from sd_lightning.planner.devices import Cluster, Device
+from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Cluster, Plan, Plans, Search
+from sd_lightning.planner.search import Plans, Search, TrainingPlan
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.strategies.ddp import DDPStrategy
@@ -135,13 +134,13 @@ class AutoStrategy(DDPStrategy):
         """Return the devices of this run, and their speeds."""
         if self._given is not None:  # also of a GPU that is planned for on a CPU
             device, speeds = self._given
-            cluster = cluster_here(device, self.world_size, on_cpu=False)
+            cluster = Cluster.here(device, self.world_size, on_cpu=False)
         else:
             device, speeds = hardware_here()
-            cluster = cluster_here(device, self.world_size, on_cpu=self.root_device.type != "cuda")
+            cluster = Cluster.here(device, self.world_size, on_cpu=self.root_device.type != "cuda")
         return replace(cluster, host_memory=self._host_memory or cluster.host_memory), speeds
 
-    def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> Plan:
+    def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> TrainingPlan:
         """Give the trainer the fastest strategy that takes the module, as if it had been passed to it."""
         connector = trainer._accelerator_connector
         refused = list(found.skip_reasons)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sd_lightning.planner.candidates import Candidate
+    from sd_lightning.planner.footprint import Candidate
 
 _FSDP = "sd_lightning.strategies.fsdp:FSDPStrategy"
 _GEMINI = "sd_lightning.strategies.gemini:gemini"
@@ -46,7 +46,7 @@ class Preset:
 
     def candidates(self) -> list[Candidate]:
         """Return what the planner compares."""
-        from sd_lightning.planner.candidates import Candidate
+        from sd_lightning.planner.footprint import Candidate
 
         if self.processes is None:
             return []
@@ -136,7 +136,7 @@ def register_strategies() -> None:
 
 def register_candidates() -> None:
     """Tell the planner which strategies there are."""
-    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.footprint import CANDIDATES
 
     if not CANDIDATES:
         CANDIDATES.extend(candidate for preset in PRESETS.values() for candidate in preset.candidates())

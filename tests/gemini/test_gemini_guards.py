@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_jobs import BATCH, Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.auto import AllocatorProbe, NetworkCall, peak_allocated, spare_bytes
+from sd_lightning.gemini.auto import AllocatorProbe, NetworkCall
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.layout import place_others
-from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.memory import Memory, peak_allocated, spare_bytes
 from sd_lightning.gemini.placement import Kind, Tier
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -616,7 +616,7 @@ def test_a_write_into_the_part_of_another_rank_counts_on_this_rank_too() -> None
     network = Blocks()
     access = engine_of(network, **SLOW).access
     peers = SimpleNamespace(world_size=2, agree=lambda _: True, all_reduce=lambda values, op: torch.ones_like(values))
-    access._engine = SimpleNamespace(collectives=peers)  # type: ignore[assignment]
+    access._chunked = SimpleNamespace(collectives=peers)  # type: ignore[assignment]
     for _ in range(20):
         access._compare([0], {0: torch.zeros(4)}, written=[])
     assert access._num_written == 16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.optimizer import LossScale
+from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.state.shards import tensor_of
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from pretended_accelerator import Device, Race, pretended_accelerator
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini import engine as engine_file
+from sd_lightning.gemini import chunk as chunk_file
 from sd_lightning.gemini.placement import Kind, Tier, plan_static
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -142,7 +142,7 @@ def test_the_host_waits_for_nothing_that_has_just_been_sent() -> None:
 
 def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
     with pretended_accelerator(with_network=False):
-        memory = engine_file.Memory(torch.device("cpu"))
+        memory = chunk_file.Memory(torch.device("cpu"))
         target, source = (memory.allocate(tier, Kind.WEIGHTS, 8, torch.float32) for tier in (Tier.SLOW, Tier.FAST))
         with memory.copying(Tier.SLOW):
             memory.copy(target.tensor, source.tensor, Tier.FAST, Tier.SLOW)

@@ -603,7 +603,7 @@ def _note(training: Training) -> None:
 
 def _largest_unit_bytes(engine: GeminiEngine) -> int:
     """The most bytes that one unit, with the containers around it, gathers temporarily."""
-    demand = Demand(0, 0, (), engine.runtime.chunks_of_units(), engine.collectives.world_size)
+    demand = Demand(0, 0, (), engine.chunks_around_units(), engine.collectives.world_size)
     return smallest_budget(engine.layouts, engine.plan.chunks, demand)
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import sys
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from enum import Enum, auto
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,17 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from sd_lightning.gemini.chunk import ChunkedNetworks
 from sd_lightning.gemini.guarded import OUTSIDE
-from sd_lightning.gemini.memory import Memory
-from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, fast_bytes, mib, plan_auto, plan_trace
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
+from sd_lightning.gemini.memory import Memory, fast_tier_bytes, reset_peak_allocated
+from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, mib, plan_auto, plan_trace
+from sd_lightning.gemini.runtime import Runtime
 
 log = logging.getLogger(__name__)
-
-_USABLE = 0.9
-"""Usable part of the fast tier. The rest is for fragmentation and collective buffers, as with ``memory_cap=0.9``."""
 
 
 class NetworkCall(NamedTuple):
@@ -75,22 +67,24 @@ class AutoPlacement:
     for the largest measurement so far. One small all-reduce per call makes all ranks do this together.
 
     Args:
-        engine: Owns the chunks.
+        chunked: The networks and their chunks.
+        runtime: Runs the passes.
+        move: Moves the chunks to the tiers of a plan.
 
     Raises:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
-        self._engine = engine
-        memory = engine.memory
-        cap = engine.config.memory_cap_bytes(fast_tier_bytes(memory.device, engine.collectives.world_size))
-        lowest = engine.collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
+    def __init__(self, chunked: ChunkedNetworks, runtime: Runtime, move: Callable[[ChunkPlan], None]) -> None:
+        self._chunked = chunked
+        self._runtime = runtime
+        self._move = move
+        memory, collectives = chunked.memory, chunked.collectives
+        cap = chunked.config.memory_cap_bytes(fast_tier_bytes(memory.device, collectives.world_size))
+        lowest = collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
         self.cap_bytes = int(lowest)
         self.non_model_bytes = 0
         """Largest measurement so far, over all ranks."""
-        self.spare_bytes: int | None = None
-        """Bytes of the cap left after chunks, activations and the largest unit; None before there is a plan."""
         self.trace: list[tuple[str, str, int]] = []
         """Last measured pass on this rank: (phase, unit, bytes that are not in chunks)."""
         self._storages: set[int] = set()
@@ -105,25 +99,24 @@ class AutoPlacement:
         self._last: ChunkPlan | None = None
         self._depth = 0
         """Number of nested network calls now running."""
-        plan_auto(engine.layouts, self._demand())
-        for name, network in engine.networks.items():
+        plan_auto(chunked.layouts, self._demand())
+        for name, network in chunked.networks.items():
             before = torch._dynamo.disable(partial(self._before, name))
             after = torch._dynamo.disable(self._after)
             begin = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             end = network.register_forward_hook(after, always_call=True)
-            engine.runtime.undo += [begin.remove, end.remove]
-        engine.runtime.auto = self
+            runtime.undo += [begin.remove, end.remove]
+        runtime.measurement = self
 
     def make_room(self) -> None:
         """Move all chunks to the slow tier, before a measurement or a new optimizer."""
-        self._engine.move(plan_trace(self._engine.layouts))
+        self._move(plan_trace(self._chunked.layouts))
         self._is_stale = True
-        self.spare_bytes = None
 
     def access(self, phase: str, unit: int) -> None:
         """Note that a unit's weights are about to be gathered."""
         if self._measurement in _UNDER_WAY:
-            self.trace.append((phase, self._engine.runtime.units[unit].name, self._probe.note()))
+            self.trace.append((phase, self._chunked.units[unit].name, self._probe.note()))
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
@@ -143,7 +136,7 @@ class AutoPlacement:
         self._depth += 1
         if self._depth > 1:
             return
-        self._engine.runtime.recover()
+        self._runtime.recover()
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         call = NetworkCall(name, torch.is_grad_enabled(), network.training, tuple(tuple(t.shape) for t in tensors))
         is_new = not any(known.covers(call) for known in [*self._known, *self._new])
@@ -159,7 +152,7 @@ class AutoPlacement:
         if is_new:
             self._new.append(call)
         self._storages.clear()
-        self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._engine.chunks)
+        self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._chunked.chunks)
         self._probe.enter()
 
     def _after(self, network: nn.Module, args: Any, output: Any) -> None:
@@ -189,7 +182,7 @@ class AutoPlacement:
         """Record a complete measurement, on all ranks together; return whether any rank has a new call now."""
         is_complete = self._measurement is Measurement.COMPLETE
         own = [is_new, self._probe.end() if is_complete else 0]
-        largest = self._engine.collectives.all_reduce(torch.tensor(own, dtype=torch.int64), dist.ReduceOp.MAX)
+        largest = self._chunked.collectives.all_reduce(torch.tensor(own, dtype=torch.int64), dist.ReduceOp.MAX)
         is_new_anywhere, measured = largest.tolist()
         if is_complete:
             self.non_model_bytes = max(self.non_model_bytes, measured)
@@ -200,29 +193,29 @@ class AutoPlacement:
         return bool(is_new_anywhere)
 
     def _plan(self) -> None:
-        engine, demand = self._engine, self._demand()
-        plan = plan_auto(engine.layouts, demand)
-        engine.collectives.require_agreement("the placement of chunks", repr(plan))
-        engine.move(plan)
+        chunked = self._chunked
+        plan = plan_auto(chunked.layouts, self._demand())
+        chunked.collectives.require_agreement("the placement of chunks", repr(plan))
+        self._move(plan)
         self._is_stale = False
-        taken = fast_bytes(engine.layouts, plan.chunks, demand)
-        self.spare_bytes = demand.cap_bytes - demand.non_model_bytes - taken
         if plan != self._last:
             self._last = plan
+            assert plan.spare_bytes is not None
+            taken = self.cap_bytes - self.non_model_bytes - plan.spare_bytes
             use = f"{mib(taken)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
-            log.info("Gemini: %s: %s", use, plan.summary(engine.layouts))
+            log.info("Gemini: %s: %s", use, plan.summary(chunked.layouts))
 
     def _demand(self) -> Demand:
-        engine = self._engine
-        world_size, mode = engine.collectives.world_size, engine.config.reduce_once
+        chunked = self._chunked
+        world_size, mode = chunked.collectives.world_size, chunked.config.reduce_once
         return Demand(
             self.cap_bytes,
             self.non_model_bytes,
-            tuple(sum(state.nbytes for state in chunk.states.values()) for chunk in engine.chunks),
-            engine.runtime.chunks_of_units(),
+            tuple(sum(state.nbytes for state in chunk.states.values()) for chunk in chunked.chunks),
+            chunked.chunks_around_units(),
             world_size,
             keeps_gradients=(None if world_size > 1 else False) if mode == "auto" else mode,
-            sent_dtype=engine.collectives.widest_sent_dtype,
+            sent_dtype=chunked.collectives.widest_sent_dtype,
         )
 
 
@@ -245,29 +238,6 @@ class Probe(Protocol):
 
     def end(self) -> int:
         """Return the peak bytes since :meth:`begin`."""
-
-
-_peaks: dict[torch.device, int] = {}
-"""By device: the allocator's peak before probes reset it; global, like the allocator's statistics."""
-
-
-def peak_allocated(device: torch.device) -> int:
-    """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
-    return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
-
-
-def peak_resident() -> int | None:
-    """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
-    if sys.platform == "win32":
-        return None
-    status = Path("/proc/self/status")  # ru_maxrss also counts what the process that started this one held
-    own = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.is_file() else "", re.MULTILINE)
-    if own is not None:
-        return 1024 * int(own[1])
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class AllocatorProbe(Probe):
@@ -302,9 +272,7 @@ class AllocatorProbe(Probe):
         return self._peak
 
     def _reset(self) -> None:
-        device = self._memory.device
-        _peaks[device] = peak_allocated(device)
-        self._module.reset_peak_memory_stats(device)
+        reset_peak_allocated(self._memory.device)
 
 
 class SavedTensorsProbe(Probe):
@@ -350,22 +318,3 @@ class SavedTensorsProbe(Probe):
             self._seen.add(storage.data_ptr())
             self._bytes += storage.nbytes()
         return tensor
-
-
-def fast_tier_bytes(device: torch.device, world_size: int) -> int:
-    """Return the bytes of a rank's fast tier: its accelerator's memory, or its share of the host memory."""
-    if device.type == "cpu":
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
-
-
-def spare_bytes(memory: Memory, world_size: int) -> int:
-    """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
-    if not memory.on_accelerator:
-        peak = peak_resident()
-        return 0 if peak is None else int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
-    module = torch.get_device_module(memory.device)
-    free, _ = module.mem_get_info(memory.device)
-    reachable = free + module.memory_reserved(memory.device)
-    return int(_USABLE * reachable) - peak_allocated(memory.device)

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
+from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.memory import Arrival, Memory
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
-    from sd_lightning.gemini.optimizer import GeminiOptimizer
-    from sd_lightning.gemini.outside import OutsideAccess
 
 _READ = (
     "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
@@ -69,10 +67,20 @@ _MOVES: set[Any] = {Tensor.to, Tensor.cpu, Tensor.cuda}
 """What a module calls for each of its parameters to move to a device."""
 
 
+class WholeValues(Protocol):
+    """What guarded parameters ask for their values: :class:`~sd_lightning.gemini.outside.OutsideAccess`."""
+
+    is_active: bool
+    gradients: WholeGradients
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch with whole weights in place of parameters."""
+
+
 class GuardedParameter(nn.Parameter):
     """The class of a chunk's parameter, except while its unit's forward runs: its values are those of the engine."""
 
-    chunk_access: weakref.ref[OutsideAccess]
+    chunk_access: weakref.ref[WholeValues]
 
     @classmethod
     def __torch_function__(
@@ -127,20 +135,50 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
+class ChunkOptimizer(Protocol):
+    """An optimizer of chunks: :class:`~sd_lightning.gemini.optimizer.GeminiOptimizer`."""
+
+    inner: torch.optim.Optimizer
+
+    @property
+    def touched(self) -> set[nn.Parameter]:
+        """Its parameters that have gradients on any rank; a collective call."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has consumed the gradients of the last backward pass."""
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Return whether it steps a parameter."""
+
+
 class WholeGradients:
     """Gradients averaged over the ranks and added up since the last step, gathered on first touch.
 
     Args:
-        engine: The networks and their chunks.
+        chunked: The networks and their chunks.
+        reducer: Reduces the gradients.
+        optimizers: Those made so far, now and later.
+        loss_scale: The factor of gradients in chunks, without which they are shown.
         close: Writes back all that user code may have written.
     """
 
-    def __init__(self, engine: GeminiEngine, close: Callable[[], None]) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        chunked: ChunkedNetworks,
+        reducer: Reducer,
+        optimizers: Sequence[ChunkOptimizer],
+        loss_scale: LossScale | None,
+        close: Callable[[], None],
+    ) -> None:
+        self._chunked = chunked
+        self._reducer = reducer
+        self._optimizers = optimizers
+        self._loss_scale = loss_scale
         self._close = close
         self.whole: dict[int, Tensor] = {}
         """By chunk: whole gradients that user code sees."""
-        self.touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
+        self.touched: dict[ChunkOptimizer, set[nn.Parameter]] = {}
         """By optimizer: parameters with gradients on any rank."""
 
     def read(self, parameter: nn.Parameter, *, is_asked_to_drop: bool) -> Tensor | None:
@@ -157,22 +195,22 @@ class WholeGradients:
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of a parameter."""
-        engine, optimizer = self._engine, self._optimizer_of(parameter)
+        chunked, optimizer = self._chunked, self._optimizer_of(parameter)
         if value is None:
             if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
                 self._close()
-                engine.chunk_of[parameter].gradients.forget(parameter)
-                engine.runtime.touched.discard(parameter)
-                engine.runtime.gradients_version += 1
+                chunked.chunk_of[parameter].gradients.forget(parameter)
+                self._reducer.touched.discard(parameter)
+                self._reducer.version += 1
             return
         if optimizer is None:
             raise UsageError(
-                f"Gemini got a gradient of {engine.name_of(parameter)} from outside, and no optimizer steps it; "
+                f"Gemini got a gradient of {chunked.name_of(parameter)} from outside, and no optimizer steps it; "
                 "expected a parameter of an optimizer"
             )
         if not self._has_gradient(parameter, optimizer):
-            engine.chunk_of[parameter].gradients.allocate()
-            engine.runtime.touched.add(parameter)
+            chunked.chunk_of[parameter].gradients.allocate()
+            self._reducer.touched.add(parameter)
             self.touched[optimizer].add(parameter)
         self._gathered(parameter).copy_(value)
 
@@ -185,51 +223,47 @@ class WholeGradients:
     def write_back(self, whole: Mapping[int, Tensor]) -> None:
         """Take over this rank's parts of whole gradients."""
         for index, gradients in whole.items():
-            accumulated = self._engine.chunks[index].gradients.accumulated
+            accumulated = self._chunked.chunks[index].gradients.accumulated
             if accumulated is not None:
-                accumulated.tensor.copy_(self._engine.collectives.shard(gradients) * self._scale)
+                accumulated.tensor.copy_(self._chunked.collectives.shard(gradients) * self._scale)
         if whole:
-            self._engine.runtime.gradients_version += 1
+            self._reducer.version += 1
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+    def _optimizer_of(self, parameter: nn.Parameter) -> ChunkOptimizer | None:
         if torch._C._current_graph_task_id() != OUTSIDE:
             raise UsageError(
-                f"Gemini got {self._engine.name_of(parameter)}.grad inside of a backward pass, where gradients are not "
-                "summed yet; use it in on_after_backward or on_before_optimizer_step"
+                f"Gemini got {self._chunked.name_of(parameter)}.grad inside of a backward pass, where gradients are "
+                "not summed yet; use it in on_after_backward or on_before_optimizer_step"
             )
-        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
+        return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
 
-    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
+    def _has_gradient(self, parameter: nn.Parameter, optimizer: ChunkOptimizer) -> bool:
         """Return whether a parameter has a gradient on any rank; a collective call."""
         if optimizer.has_stepped:
             raise UsageError(
-                f"Gemini got {self._engine.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
+                f"Gemini got {self._chunked.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
                 "stepped, which frees the gradients; use it between the backward pass and the step, in "
                 "on_after_backward or on_before_optimizer_step"
             )
         if optimizer not in self.touched:
-            self._engine.collectives.meet(f"touches {self._engine.name_of(parameter)}.grad")
+            self._chunked.collectives.meet(f"touches {self._chunked.name_of(parameter)}.grad")
             self.touched[optimizer] = set(optimizer.touched)
         return parameter in self.touched[optimizer]
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
-        engine, chunk = self._engine, self._engine.chunk_of[parameter]
+        chunked, chunk = self._chunked, self._chunked.chunk_of[parameter]
         if chunk.index not in self.whole:
-            engine.collectives.meet(f"touches {engine.name_of(parameter)}.grad")
+            chunked.collectives.meet(f"touches {chunked.name_of(parameter)}.grad")
             with torch.inference_mode(False), torch.no_grad():
                 chunk.gradients.wait_on_host()
                 accumulated = chunk.gradients.accumulated
                 assert accumulated is not None
-                whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
-                engine.collectives.shard(whole).copy_(accumulated.tensor)
-                engine.collectives.all_gather(whole, chunk.index).wait()
-                self.whole[chunk.index] = whole.div_(self._scale)
+                self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale)
         return chunk.part_of(parameter, self.whole[chunk.index])
 
     @property
     def _scale(self) -> float | Tensor:
-        """The factor of gradients in chunks, without which they are shown."""
-        return 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.used
+        return 1.0 if self._loss_scale is None else self._loss_scale.used
 
 
 class ForwardWatch:

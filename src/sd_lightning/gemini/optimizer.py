@@ -1,100 +1,19 @@
-"""The optimizer that steps chunks with the parameter groups of the user's optimizer, and its loss scale."""
+"""The optimizer that steps chunks with the parameter groups of the user's optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.stepper import GradientAgreement, Stepper
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
-
-
-class LossScale:
-    """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
-
-    The defaults are those of ``torch.amp.GradScaler``. The numbers live on the device, so that a step need not wait for
-    them; reading one waits.
-
-    Args:
-        device: Of the chunks.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.growth_factor = 2.0
-        self.backoff_factor = 0.5
-        self.growth_interval = 2000
-        """Steps without overflow after which the scale grows."""
-        self._value = torch.full((), 2.0**16, device=device)
-        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._skipped = torch.zeros((), device=device)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.used = self._value.clone()
-        """The scale of the current gradients: several optimizers may step after one backward pass."""
-        self._good_steps_before = self._good_steps.clone()
-        self._found_inf = torch.zeros_like(self._value)
-        """1 if one of these optimizers overflowed; the scale changes once for all of them."""
-
-    @property
-    def value(self) -> float:
-        """The scale of the next loss."""
-        return float(self._value)
-
-    @value.setter
-    def value(self, value: float) -> None:
-        self._value.fill_(value)
-
-    @property
-    def good_steps(self) -> int:
-        """Steps since the last change."""
-        return int(self._good_steps)
-
-    @property
-    def skipped(self) -> int:
-        """Optimizer steps skipped because of an overflow."""
-        return int(self._skipped)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss for backward."""
-        self._begin()
-        return loss * self.used
-
-    def update(self, found_inf: Tensor) -> None:
-        """Note an optimizer's step, and whether its gradients were not finite: 1 or 0."""
-        found_inf = found_inf.to(self._value.device)
-        self._skipped += found_inf
-        self._found_inf = torch.maximum(self._found_inf, found_inf)
-        self._value.copy_(self.used)
-        self._good_steps.copy_(self._good_steps_before)
-        torch._amp_update_scale_(
-            self._value,
-            self._good_steps,
-            self._found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the scale and its settings as plain numbers."""
-        names = ("value", "growth_factor", "backoff_factor", "growth_interval", "good_steps", "skipped")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load what :meth:`state_dict` returned, of this or an earlier release."""
-        for name in ("growth_factor", "backoff_factor", "growth_interval", "value"):
-            setattr(self, name, state.get(name, getattr(self, name)))
-        self._good_steps.fill_(min(int(state.get("good_steps", 0)), self.growth_interval - 1))
-        self._skipped.fill_(int(state.get("skipped", 0)))
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -105,24 +24,26 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: An elementwise optimizer over trained parameters of the engine.
-        engine: Owns the chunks.
+        runtime: Computes the gradients.
+        loss_scale: The factor of the gradients.
 
     Raises:
         UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, runtime: Runtime, loss_scale: LossScale | None) -> None:
         self.inner = inner
         self.optimizer = inner
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
         self._is_built = False
         self._groups: list[dict[str, Any]] = []
-        self.stepper = Stepper(inner, engine)
+        self.stepper = Stepper(inner, runtime.chunked)
         inner.state.clear()  # some constructors create states of whole parameters
         super().__init__(inner.param_groups, inner.defaults)
-        self._engine = engine
-        self._scaler = engine.loss_scale
-        self._agreement = GradientAgreement(engine, self.stepper)
+        self._runtime = runtime
+        self._reducer = runtime.reducer
+        self._scaler = loss_scale
+        self._agreement = GradientAgreement(runtime.chunked, runtime.reducer, self.stepper)
         self._clip: Tensor | None = None
         self._found_inf: Tensor | None = None
         self._aborts_before_clip = 0
@@ -169,8 +90,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for parameter in self.param_groups[-1]["params"]:
-            self._engine.chunk_of[parameter].gradients.forget(parameter)
-            self._engine.runtime.touched.discard(parameter)
+            self._runtime.chunked.chunk_of[parameter].gradients.forget(parameter)
+            self._reducer.touched.discard(parameter)
 
     @property
     def touched(self) -> set[nn.Parameter]:
@@ -180,7 +101,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def has_stepped(self) -> bool:
         """Whether a step has consumed the gradients of the last backward pass."""
-        return self._stepped_version == self._engine.runtime.gradients_version
+        return self._stepped_version == self._reducer.version
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
@@ -203,11 +124,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
-        self._engine.accumulation.end_step()
+        self._runtime.accumulation.end_step()
         overflowed = None if scaler is None else self._agreement.found_inf
         if self.stepper.decides_on_device:
             reasons = [each for each in (overflowed, self._found_inf) if each is not None]
@@ -217,7 +138,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if scaler is not None and overflowed is not None:
             scaler.update(overflowed)
         self._forget()
-        self._stepped_version = self._engine.runtime.gradients_version
+        self._stepped_version = self._reducer.version
         return loss
 
     def skip_if(self, found_inf: Tensor) -> bool:
@@ -233,8 +154,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
-        self._engine.runtime.recover()
-        self._engine.access.close()
+        self._runtime.recover()
+        self._runtime.access.close()
         self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
@@ -268,13 +189,13 @@ class GeminiOptimizer(torch.optim.Optimizer):
         norm, before = self.grad_norm(), self._pending_clip
         coefficient = (float(max_norm) / (norm.double() + 1e-6)).clamp(max=1.0)
         self._clip = coefficient if before is None else before * coefficient
-        self._aborts_before_clip = self._engine.runtime.statistics["aborted"]
+        self._aborts_before_clip = self._runtime.statistics["aborted"]
         return norm
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self._agreement.reach(with_norm=True)
         norm = self._agreement.norm
         assert norm is not None
@@ -289,7 +210,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self._agreement.reach(with_norm=self._scaler is not None)
         bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
         if self._scaler is not None:
@@ -314,20 +235,20 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def _pending_clip(self) -> Tensor | None:
         """The factor of norm clipping for the next step; None if there is none, or gradients were aborted since."""
-        return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else None
+        return self._clip if self._aborts_before_clip == self._runtime.statistics["aborted"] else None
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
-        runtime = self._engine.runtime
-        runtime.touched.difference_update(self.stepper.group_of)
+        reducer = self._reducer
+        reducer.touched.difference_update(self.stepper.group_of)
         for chunk in self.stepper.chunks:
             # Another optimizer may have gradients in the chunk, unless none of its parameters has one on any rank.
-            may_be_touched = self._agreement.touched is None or not runtime.touched.isdisjoint(chunk.slots)
+            may_be_touched = self._agreement.touched is None or not reducer.touched.isdisjoint(chunk.slots)
             if may_be_touched and not all(map(self.owns, chunk.slots)):
                 for parameter in filter(self.owns, chunk.slots):
                     chunk.gradients.forget(parameter)
             else:
                 chunk.gradients.drop()
-                runtime.reducer.late.discard(chunk.index)
+                reducer.late.discard(chunk.index)
         self._agreement.reset()
         self._clip = self._found_inf = None

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
 from sd_lightning.gemini.guarded import (
     ALIASES,
     OUTSIDE,
     RESHAPING,
     SET_DATA,
     THAWS,
+    ChunkOptimizer,
     ForwardWatch,
     GuardedParameter,
     WholeGradients,
@@ -33,10 +35,8 @@ from sd_lightning.gemini.guarded import (
     may_alias,
     sums_of,
 )
+from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.weights import ChunkState
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 _NUM_CHECKED = 16
 """Writes that are compared between the ranks, and views of a weight that are watched for writes, when a run begins."""
@@ -63,14 +63,23 @@ class OutsideAccess:
     Touching a parameter is collective: all ranks do it in the same order, as they do in hooks that no rank skips.
 
     Args:
-        engine: The networks and their chunks.
-        dtype: The type in which trained weights are shown; by default that of the master weights.
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
+        optimizers: Those made so far, now and later.
+        loss_scale: The factor of gradients in chunks.
     """
 
-    def __init__(self, engine: GeminiEngine, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        chunked: ChunkedNetworks,
+        reducer: Reducer,
+        optimizers: Sequence[ChunkOptimizer],
+        loss_scale: LossScale | None,
+    ) -> None:
+        self.dtype: torch.dtype | None = None
+        """The type in which trained weights are shown; by default that of the master weights."""
         self.is_active = True
-        self._engine = engine
+        self._chunked = chunked
         self._weights: dict[int, Tensor] = {}
         """By chunk: whole weights that user code sees."""
         self._shown: dict[nn.Parameter, Tensor] = {}
@@ -81,13 +90,13 @@ class OutsideAccess:
         """Sums of resident weights that user code has views of: other values may take their place."""
         self._num_checks: Counter[nn.Parameter] = Counter()
         """Comparisons of these sums."""
-        self.gradients = WholeGradients(engine, self.close)
+        self.gradients = WholeGradients(chunked, reducer, optimizers, loss_scale, self.close)
         self._num_written = 0
-        self.forwards = ForwardWatch(engine.memory, engine.name_of)
+        self.forwards = ForwardWatch(chunked.memory, chunked.name_of)
         own = weakref.ref(self)
-        for parameter in engine.chunk_of:
+        for parameter in chunked.chunk_of:
             parameter.chunk_access = own  # type: ignore[attr-defined]
-        self.guard(engine.chunk_of)
+        self.guard(chunked.chunk_of)
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Show whole values of parameters from now on."""
@@ -109,8 +118,8 @@ class OutsideAccess:
     def end(self) -> None:
         """Make all parameters ordinary ones for good."""
         self.is_active = False
-        self.expose(self._engine.chunk_of)
-        for parameter in self._engine.chunk_of:
+        self.expose(self._chunked.chunk_of)
+        for parameter in self._chunked.chunk_of:
             vars(parameter).pop("chunk_access", None)
         self._weights.clear()
         self._shown.clear()
@@ -152,11 +161,11 @@ class OutsideAccess:
                 return func(*args, **kwargs)
         is_alias = func in ALIASES or not needs_gradients
         is_local = not is_alias and all(
-            self._engine.chunk_of[parameter].weights.is_resident for parameter in parameters
+            self._chunked.chunk_of[parameter].weights.is_resident for parameter in parameters
         )
         shown: dict[nn.Parameter, Tensor] = {}
         for parameter in parameters:
-            chunk = self._engine.chunk_of[parameter]
+            chunk = self._chunked.chunk_of[parameter]
             if is_local and chunk.index not in self._weights:  # no other rank is needed, for a loss of this rank's own
                 chunk.weights.settle()  # the last step may still be on its way to them
                 shown[parameter] = parameter
@@ -188,29 +197,29 @@ class OutsideAccess:
             self._watched.clear()
         if not self.is_open:
             return
-        engine, weights, gradients = self._engine, self._weights, self.gradients.release()
+        weights, gradients = self._weights, self.gradients.release()
         recorded = next((each for each in self._shown if self._is_recorded(each)), None)
         self._weights = {}
         self._shown.clear()
         aliased, self._aliased = sorted(self._aliased), set()
         if recorded is not None:
             raise self._lost(recorded)
-        written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
+        written = [index for index in aliased if self._write_back(self._chunked.chunks[index], weights[index])]
         self._compare(aliased, weights, written)
         self.gradients.write_back(gradients)
 
     def _whole(self, parameter: nn.Parameter, *, is_aliased: bool) -> Tensor:
         """Return the part of the whole weights that is one parameter; gather them on first touch."""
-        chunk = self._engine.chunk_of[parameter]
-        if self._engine.is_closed:
+        chunk = self._chunked.chunk_of[parameter]
+        if self._chunked.is_closed:
             raise UsageError(
                 f"Gemini got {self._name(parameter)} to read after close(), when nothing gathers it; call restore() "
                 "instead of close()"
             )
         if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
-            self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
+            self._chunked.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
         if chunk.index not in self._weights:
-            watched = [each for each in self._watched if self._engine.chunk_of[each] is chunk]
+            watched = [each for each in self._watched if self._chunked.chunk_of[each] is chunk]
             if watched:
                 self._check_watched(watched)
                 with torch._C.DisableTorchFunctionSubclass():  # what is written from now on would be written over
@@ -218,7 +227,7 @@ class OutsideAccess:
             layout = chunk.layout
             dtype = self.dtype or layout.master_dtype if chunk.is_trained else layout.dtype
             with torch.inference_mode(False), torch.no_grad():
-                self._weights[chunk.index] = self._engine.shown(chunk, dtype)
+                self._weights[chunk.index] = self._chunked.whole(chunk, as_swapped=True).to(dtype)
         if is_aliased:
             self._aliased.add(chunk.index)
         shown = self._shown.get(parameter)
@@ -249,7 +258,7 @@ class OutsideAccess:
     def _check_watched(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise if user code has written resident weights, and other values take their place."""
         open_ones = self._weights
-        lost = [each for each in parameters if self._is_copy(each) or self._engine.chunk_of[each].index in open_ones]
+        lost = [each for each in parameters if self._is_copy(each) or self._chunked.chunk_of[each].index in open_ones]
         if not lost:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -268,7 +277,7 @@ class OutsideAccess:
 
     def _takes_memory(self, func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
         """Return whether a function gives a parameter the memory of another tensor; raise if it changes its shape."""
-        if self._engine.is_closed:
+        if self._chunked.is_closed:
             return False  # the parameters have the memory now
         if func == SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
             return True
@@ -299,25 +308,25 @@ class OutsideAccess:
 
     def _is_direct(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter's own memory is what is trained, and whole, or what a backward pass reads."""
-        chunk = self._engine.chunk_of[parameter]
+        chunk = self._chunked.chunk_of[parameter]
         weights = chunk.weights
         if torch._C._current_graph_task_id() != OUTSIDE and weights.state in _READABLE:
             return not chunk.gradients.has_overwritten(parameter)
-        if self._engine.is_closed:
+        if self._chunked.is_closed:
             return weights.is_resident  # the parameters have the memory now
-        is_whole = weights.is_resident and self._engine.collectives.world_size == 1
+        is_whole = weights.is_resident and self._chunked.collectives.world_size == 1
         return is_whole and (weights.is_master or not weights.layout.is_trained)
 
     def _is_copy(self, parameter: nn.Parameter) -> bool:
         """Return whether the next step overwrites what user code writes into the parameter's own memory."""
-        chunk = self._engine.chunk_of[parameter]
-        return chunk.is_trained and not chunk.weights.is_master and not self._engine.is_swapped
+        chunk = self._chunked.chunk_of[parameter]
+        return chunk.is_trained and not chunk.weights.is_master and not self._chunked.is_swapped
 
     def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
         """Take over this rank's part of whole weights; return whether it has changed."""
-        weights, is_swapped = chunk.weights, self._engine.is_swapped
+        weights, is_swapped = chunk.weights, self._chunked.is_swapped
         target = chunk.master.tensor if chunk.is_trained and not is_swapped else weights.shard
-        new = self._engine.collectives.shard(whole).to(target.device)
+        new = self._chunked.collectives.shard(whole).to(target.device)
         old = target.to(new.dtype)
         changed = (new != old) & ~(new.isnan() & old.isnan())
         has_changed = bool(changed.any())
@@ -334,16 +343,16 @@ class OutsideAccess:
 
     def _compare(self, aliased: Sequence[int], weights: Mapping[int, Tensor], written: Sequence[int]) -> None:
         """Raise if the ranks have written different weights: each keeps the part that it owns."""
-        engine = self._engine
-        if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
+        collectives = self._chunked.collectives
+        if not aliased or collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
             return
         sums = digests([weights[index] for index in aliased]).tolist()
-        if engine.collectives.agree(repr((list(aliased), sums))):
+        if collectives.agree(repr((list(aliased), sums))):
             # A write may lie in the part of one rank: all must count the same, to come here equally often.
-            any_rank = engine.collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
+            any_rank = collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
             self._num_written += int(any_rank)
             return
-        names = engine.chunks[(written or aliased)[0]].layout.slots
+        names = self._chunked.chunks[(written or aliased)[0]].layout.slots
         raise UsageError(
             f"Gemini: the ranks have written different weights in a hook (among {names[0].name} and what shares its "
             "chunk); expected the same on every rank: write without asking for the rank, with the same random numbers"
@@ -351,7 +360,7 @@ class OutsideAccess:
 
     def _check_thaw(self, parameter: Any, value: bool = True, **kwargs: Any) -> None:
         is_thawed = kwargs.get("requires_grad", value)
-        if is_thawed and not self._engine.chunk_of[parameter].is_trained:
+        if is_thawed and not self._chunked.chunk_of[parameter].is_trained:
             raise UsageError(
                 f"Gemini got {self._name(parameter)}.requires_grad = True during the run, a weight that was frozen "
                 "when the run began and is not trained; let the callback BaseFinetuning (BackboneFinetuning) unfreeze "
@@ -359,4 +368,4 @@ class OutsideAccess:
             )
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return self._engine.name_of(parameter)
+        return self._chunked.name_of(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -142,6 +142,8 @@ class ChunkPlan:
     """Bytes of temporarily gathered weights."""
     keeps_gradients: bool = False
     """Whether ``placement=auto`` has room to keep whole gradients from one micro-batch to the next."""
+    spare_bytes: int | None = field(default=None, compare=False)
+    """Bytes that ``placement=auto`` leaves free beside chunks, activations and the largest unit."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:
         """Describe how many chunks are on which tier."""
@@ -293,13 +295,13 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> ChunkPlan:
         needed = fast_bytes(layouts, placements, demand)
     if needed > available:
         raise UsageError(_does_not_fit(needed, demand))
-    spare = available - needed
+    spare = left = available - needed
     keeps = bool(demand.keeps_gradients)
     if demand.keeps_gradients is None and whole_gradient_bytes(layouts) <= spare:
-        keeps, spare = True, spare - whole_gradient_bytes(layouts)
+        keeps, left = True, spare - whole_gradient_bytes(layouts)
     all_resident = all(place.is_resident(is_alone=demand.world_size == 1) for place in placements)
-    budget = None if all_resident else smallest_budget(layouts, placements, demand) + spare
-    return ChunkPlan(tuple(placements), budget, keeps)
+    budget = None if all_resident else smallest_budget(layouts, placements, demand) + left
+    return ChunkPlan(tuple(placements), budget, keeps, spare)
 
 
 def plan_trace(layouts: Sequence[ChunkLayout]) -> ChunkPlan:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.memory import Arrival
 from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import Kind, Tier
 from sd_lightning.gemini.updates import Progress, Ranges
 from sd_lightning.state.host import host_step
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,23 @@ class Stepper:
 
     Args:
         inner: The user's optimizer.
-        engine: Owns the chunks.
+        chunked: The networks and their chunks.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
-        self.update = update_of(inner, _step_devices(engine))
+    def __init__(self, inner: torch.optim.Optimizer, chunked: ChunkedNetworks) -> None:
+        self.update = update_of(inner, _step_devices(chunked))
         self._progress: dict[nn.Parameter, Progress] = {}
         self._latest: tuple[Tensor, Arrival, dict[nn.Parameter, Progress | None]] | None = None
         """Whether the latest step was skipped, when the host may read that, and the progress before it."""
         self.group_of: dict[nn.Parameter, int] = {}
-        trained, self._frozen = set(engine.trained.values()), list[nn.Parameter]()
+        trained, self._frozen = set(chunked.trained.values()), list[nn.Parameter]()
         """Parameters that the optimizer was given without a gradient to step them by."""
         for group in inner.param_groups:  # torch skips them, too
             self._frozen += [p for p in group["params"] if not p.requires_grad and p not in trained]
             group["params"] = [p for p in group["params"] if p.requires_grad or p in trained]
         self.chunks: list[Chunk] = []
         self._inner = inner
-        self._engine = engine
+        self._chunked = chunked
         self._kinds: list[tuple[str, ...]] = []
         """Names of the states of each group."""
 
@@ -66,7 +63,7 @@ class Stepper:
     def decides_on_device(self) -> bool:
         """Whether no step waits for the norm of the gradients, or for whether to skip: the device steps all chunks."""
         is_fast = all(chunk.placement.step_tier is Tier.FAST for chunk in self.chunks)
-        return is_fast and self.update.takes_found_inf and self._engine.config.placement != "auto"
+        return is_fast and self.update.takes_found_inf and self._chunked.config.placement != "auto"
 
     @property
     def progress(self) -> dict[nn.Parameter, Progress]:
@@ -91,14 +88,14 @@ class Stepper:
         Raises:
             UsageError: An update is not elementwise, or the engine does not train a parameter.
         """
-        engine, groups = self._engine, self._inner.param_groups
+        chunked, groups = self._chunked, self._inner.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        self._check_trained(group_of.keys() - engine.trained.values())
+        self._check_trained(group_of.keys() - chunked.trained.values())
         self._kinds = [self.update.states(group) for group in groups]
         self.group_of = group_of
-        self.chunks = sorted({engine.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
+        self.chunks = sorted({chunked.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
         for parameter in group_of:
-            chunk = engine.chunk_of[parameter]
+            chunk = chunked.chunk_of[parameter]
             for name in self.state_kinds(parameter):
                 if name not in chunk.states:
                     numel, dtype = self.update.size(chunk.bounds)
@@ -112,7 +109,7 @@ class Stepper:
             UsageError: One did; the engine would never step it.
         """
         if unfrozen := {p for p in self._frozen if p.requires_grad}:
-            self._check_trained(unfrozen - set(self._engine.trained.values()))
+            self._check_trained(unfrozen - set(self._chunked.trained.values()))
 
     def _check_trained(self, foreign: Set[nn.Parameter]) -> None:
         if foreign:
@@ -147,9 +144,9 @@ class Stepper:
         """
         before = {} if found_inf is None else {parameter: self.progress.get(parameter) for parameter in touched}
         after: dict[tuple[int, Progress | None], Progress] = {}
-        has_host_chunks = any(device.type == "cpu" for device in _step_devices(self._engine))
+        has_host_chunks = any(device.type == "cpu" for device in _step_devices(self._chunked))
         with host_step() if has_host_chunks else nullcontext():
-            for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
+            for chunk in sorted({self._chunked.chunk_of[p] for p in touched}, key=_order_of_stepping):
                 if chunk.placement.step_tier is Tier.SLOW:
                     chunk.wait_on_host()
                 chunk.weights.settle()  # another optimizer may just have stepped it
@@ -161,7 +158,7 @@ class Stepper:
             if key in after:  # this rank owns a part
                 self.progress[parameter] = after[key]
         if found_inf is not None:
-            self._latest = *self._engine.memory.copy_to_host(found_inf), before
+            self._latest = *self._chunked.memory.copy_to_host(found_inf), before
 
     def _step_chunk(
         self, chunk: Chunk, runs: list[StepRange], divisor: float | Tensor, found_inf: Tensor | None
@@ -213,16 +210,18 @@ class GradientAgreement:
     """Agreement of all ranks on the gradients of one optimizer, cached until the gradients change.
 
     Args:
-        engine: Owns the gradients.
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
         stepper: Steps the parameters.
     """
 
-    def __init__(self, engine: GeminiEngine, stepper: Stepper) -> None:
+    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer, stepper: Stepper) -> None:
         self.touched: set[nn.Parameter] | None = None
         """The optimizer's parameters that have gradients on any rank; None if unknown."""
         self.norm: Tensor | None = None
         """The 2-norm of the gradients over all ranks; None if unknown. In float64, on the device if that decides."""
-        self._engine = engine
+        self._chunked = chunked
+        self._reducer = reducer
         self._stepper = stepper
         self._version = -1
 
@@ -238,33 +237,33 @@ class GradientAgreement:
 
     def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
         """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
-        engine, runtime, trained = self._engine, self._engine.runtime, list(self._engine.trained.values())
-        is_agreed = self.touched is not None and self._version == runtime.gradients_version
-        if not engine.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
+        chunked, reducer, trained = self._chunked, self._reducer, list(self._chunked.trained.values())
+        is_agreed = self.touched is not None and self._version == reducer.version
+        if not chunked.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
             is_agreed = False  # another rank may have got late gradients meanwhile
         if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
             return self.touched
-        runtime.reducer.flush()
-        late = [chunk.index in runtime.reducer.late for chunk in engine.chunks]
+        reducer.flush()
+        late = [chunk.index in reducer.late for chunk in chunked.chunks]
         on_device = self._stepper.decides_on_device
         own = [
             self._sum_on_host() if with_norm and not on_device else 0.0,
             *late,
-            *(p in runtime.touched for p in trained),
+            *(p in reducer.touched for p in trained),
         ]
-        values = engine.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
+        values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
         if late_anywhere:
-            runtime.reducer.flush(late_anywhere)
+            reducer.flush(late_anywhere)
             return self.reach(with_norm=with_norm)
         # From here on ``touched`` is the same on all ranks, also for parameters of other optimizers.
-        runtime.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
-        self._version = runtime.gradients_version
-        self.touched = runtime.touched.intersection(self._stepper.group_of)
+        reducer.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
+        self._version = reducer.version
+        self.touched = reducer.touched.intersection(self._stepper.group_of)
         self.norm = None
         if with_norm and on_device:
-            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=engine.memory.device)]
-            self.norm = engine.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
+            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=chunked.memory.device)]
+            self.norm = chunked.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
         elif with_norm:
             self.norm = values[0].sqrt()
         return self.touched
@@ -296,12 +295,12 @@ def _order_of_stepping(chunk: Chunk) -> tuple[bool, int]:
     return is_slow, -chunk.index if is_slow else chunk.index
 
 
-def _step_devices(engine: GeminiEngine) -> tuple[torch.device, ...]:
+def _step_devices(chunked: ChunkedNetworks) -> tuple[torch.device, ...]:
     """Return the devices on which chunks are stepped, or may be after a move."""
-    host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in engine.chunks if chunk.is_trained}
-    if engine.config.placement == "auto":
+    host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in chunked.trained_chunks}
+    if chunked.config.placement == "auto":
         tiers = {Tier.FAST, Tier.SLOW}
-    return tuple(dict.fromkeys(engine.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
+    return tuple(dict.fromkeys(chunked.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
 
 
 def _slices(flat: Tensor, runs: list[StepRange]) -> list[Tensor]:

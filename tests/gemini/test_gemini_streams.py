@@ -50,7 +50,7 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
                     optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
             _act(made, act, step, backward)
-        made.full_parameter("gain")
+        dict(made.whole_weights())
         kept = sum(nbytes * len(buffers) for nbytes, buffers in made.memory._pinned.items())
         assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == kept
         locked = sum(device.page_locks.sizes.values())

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from sd_lightning.gemini.chunk import ChunkedNetworks
 from sd_lightning.gemini.guarded import OUTSIDE
 from sd_lightning.gemini.memory import Memory, fast_tier_bytes, reset_peak_allocated
 from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, mib, plan_auto, plan_trace
-from sd_lightning.gemini.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +52,6 @@ class Measurement(Enum):
 
 
 _UNDER_WAY = (Measurement.UNTIL_FORWARD, Measurement.UNTIL_BACKWARD)
-_TRANSITIONS = {
-    Measurement.NONE: set(_UNDER_WAY),
-    Measurement.UNTIL_FORWARD: {Measurement.COMPLETE},
-    Measurement.UNTIL_BACKWARD: {Measurement.COMPLETE},
-    Measurement.COMPLETE: {Measurement.NONE},
-}
 
 
 class AutoPlacement:
@@ -68,16 +63,14 @@ class AutoPlacement:
 
     Args:
         chunked: The networks and their chunks.
-        runtime: Runs the passes.
         move: Moves the chunks to the tiers of a plan.
 
     Raises:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
     """
 
-    def __init__(self, chunked: ChunkedNetworks, runtime: Runtime, move: Callable[[ChunkPlan], None]) -> None:
+    def __init__(self, chunked: ChunkedNetworks, move: Callable[[ChunkPlan], None]) -> None:
         self._chunked = chunked
-        self._runtime = runtime
         self._move = move
         memory, collectives = chunked.memory, chunked.collectives
         cap = chunked.config.memory_cap_bytes(fast_tier_bytes(memory.device, collectives.world_size))
@@ -85,14 +78,12 @@ class AutoPlacement:
         self.cap_bytes = int(lowest)
         self.non_model_bytes = 0
         """Largest measurement so far, over all ranks."""
-        self.trace: list[tuple[str, str, int]] = []
-        """Last measured pass on this rank: (phase, unit, bytes that are not in chunks)."""
         self._storages: set[int] = set()
         """Addresses of the storages of chunks, whose tensors are no activations."""
         self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._storages)
-        self._known: list[NetworkCall] = []
+        self._planned_calls: list[NetworkCall] = []
         """Calls that the plan covers."""
-        self._new: list[NetworkCall] = []
+        self._measured_calls: list[NetworkCall] = []
         """Calls of the pass being measured."""
         self._measurement = Measurement.NONE
         self._is_stale = True
@@ -100,57 +91,69 @@ class AutoPlacement:
         self._depth = 0
         """Number of nested network calls now running."""
         plan_auto(chunked.layouts, self._demand())
-        for name, network in chunked.networks.items():
-            before = torch._dynamo.disable(partial(self._before, name))
+
+    def attach(self, recover: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Add hooks to the networks; yield functions that remove them.
+
+        Args:
+            recover: Aborts the last backward pass if it failed.
+        """
+        for name, network in self._chunked.networks.items():
+            before = torch._dynamo.disable(partial(self._before, name, recover))
             after = torch._dynamo.disable(self._after)
-            begin = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            end = network.register_forward_hook(after, always_call=True)
-            runtime.undo += [begin.remove, end.remove]
-        runtime.measurement = self
+            yield network.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
+            yield network.register_forward_hook(after, always_call=True).remove
 
     def make_room(self) -> None:
         """Move all chunks to the slow tier, before a measurement or a new optimizer."""
         self._move(plan_trace(self._chunked.layouts))
         self._is_stale = True
 
-    def access(self, phase: str, unit: int) -> None:
+    def note_access(self) -> None:
         """Note that a unit's weights are about to be gathered."""
         if self._measurement in _UNDER_WAY:
-            self.trace.append((phase, self._chunked.units[unit].name, self._probe.note()))
+            self._probe.note()
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         if self._measurement is Measurement.UNTIL_BACKWARD:
             self._complete()
 
+    def _complete(self) -> None:
+        self._probe.note()
+        self._measurement = Measurement.COMPLETE
+
     def abort(self) -> None:
         """Forget the current pass."""
         self._depth = 0  # an interrupted call may not have ended
         self._probe.exit()
         if self._measurement in _UNDER_WAY:
-            self._begin()
+            self._probe.begin()
 
-    def _before(self, name: str, network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _before(
+        self, name: str, recover: Callable[[], None], network: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         if torch._C._current_graph_task_id() != OUTSIDE:
             return  # recomputation of a checkpointed block
         self._depth += 1
         if self._depth > 1:
             return
-        self._runtime.recover()
+        recover()
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         call = NetworkCall(name, torch.is_grad_enabled(), network.training, tuple(tuple(t.shape) for t in tensors))
-        is_new = not any(known.covers(call) for known in [*self._known, *self._new])
+        is_new = not any(each.covers(call) for each in [*self._planned_calls, *self._measured_calls])
         with torch.inference_mode(False), torch.no_grad():
             is_new_anywhere = self._agree(is_new)
             if self._measurement is Measurement.NONE:
                 if is_new_anywhere:
                     self.make_room()
-                    self._go(Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD)
-                    self._begin()
+                    has_backward = call.with_gradients
+                    self._measurement = Measurement.UNTIL_BACKWARD if has_backward else Measurement.UNTIL_FORWARD
+                    self._probe.begin()
                 elif self._is_stale:
                     self._plan()
         if is_new:
-            self._new.append(call)
+            self._measured_calls.append(call)
         self._storages.clear()
         self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._chunked.chunks)
         self._probe.enter()
@@ -164,20 +167,6 @@ class AutoPlacement:
             if self._measurement is Measurement.UNTIL_FORWARD:
                 self._complete()
 
-    def _go(self, measurement: Measurement) -> None:
-        if measurement not in _TRANSITIONS[self._measurement]:
-            raise RuntimeError(f"a measurement cannot go from {self._measurement.name} to {measurement.name}")
-        self._measurement = measurement
-
-    def _begin(self) -> None:
-        """Start a measurement, or start it again."""
-        self.trace = []
-        self._probe.begin()
-
-    def _complete(self) -> None:
-        self.trace.append(("end", "", self._probe.note()))
-        self._go(Measurement.COMPLETE)
-
     def _agree(self, is_new: bool) -> bool:
         """Record a complete measurement, on all ranks together; return whether any rank has a new call now."""
         is_complete = self._measurement is Measurement.COMPLETE
@@ -186,10 +175,10 @@ class AutoPlacement:
         is_new_anywhere, measured = largest.tolist()
         if is_complete:
             self.non_model_bytes = max(self.non_model_bytes, measured)
-            self._known += self._new
-            self._new = []
+            self._planned_calls += self._measured_calls
+            self._measured_calls = []
             self._is_stale = True
-            self._go(Measurement.NONE)
+            self._measurement = Measurement.NONE
         return bool(is_new_anywhere)
 
     def _plan(self) -> None:
@@ -201,8 +190,8 @@ class AutoPlacement:
         if plan != self._last:
             self._last = plan
             assert plan.spare_bytes is not None
-            taken = self.cap_bytes - self.non_model_bytes - plan.spare_bytes
-            use = f"{mib(taken)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
+            held = self.cap_bytes - self.non_model_bytes - plan.spare_bytes
+            use = f"{mib(held)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
             log.info("Gemini: %s: %s", use, plan.summary(chunked.layouts))
 
     def _demand(self) -> Demand:
@@ -219,23 +208,23 @@ class AutoPlacement:
         )
 
 
-class Probe(Protocol):
+class Probe(ABC):
     """Measurement of one pass at a time."""
 
+    @abstractmethod
     def begin(self) -> None:
-        """Start a measurement."""
+        """Start a measurement, or start it again."""
 
-    def enter(self) -> None:
+    def enter(self) -> None:  # noqa: B027
         """Note that a network's forward begins, with or without gradients."""
-        return None
 
-    def exit(self) -> None:
+    def exit(self) -> None:  # noqa: B027
         """Note that the network's forward has ended."""
-        return None
 
-    def note(self) -> int:
-        """Return the bytes taken now; called between units."""
+    def note(self) -> None:  # noqa: B027
+        """Note the bytes taken now; called between units."""
 
+    @abstractmethod
     def end(self) -> int:
         """Return the peak bytes since :meth:`begin`."""
 
@@ -253,26 +242,24 @@ class AllocatorProbe(Probe):
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._module = torch.get_device_module(memory.device)
         self._peak = 0
 
+    @override
     def begin(self) -> None:
-        self._reset()
+        reset_peak_allocated(self._memory.device)
         self._peak = 0
 
-    def note(self) -> int:
-        in_chunks = self._memory.ledger.current[Tier.FAST]
-        peak = self._module.max_memory_allocated(self._memory.device) - in_chunks
-        self._peak = max(self._peak, peak)
-        self._reset()
-        return max(int(self._module.memory_allocated(self._memory.device)) - in_chunks, 0)
+    @override
+    def note(self) -> None:
+        device = self._memory.device
+        peak = torch.get_device_module(device).max_memory_allocated(device)
+        self._peak = max(self._peak, peak - self._memory.ledger.current[Tier.FAST])
+        reset_peak_allocated(device)
 
+    @override
     def end(self) -> int:
         self.note()
         return self._peak
-
-    def _reset(self) -> None:
-        reset_peak_allocated(self._memory.device)
 
 
 class SavedTensorsProbe(Probe):
@@ -291,23 +278,24 @@ class SavedTensorsProbe(Probe):
         self._hooks: saved_tensors_hooks | None = None
         self._measures = False
 
+    @override
     def begin(self) -> None:
         self._measures, self._bytes = True, 0
         self._seen.clear()
 
+    @override
     def enter(self) -> None:
         if self._measures:
             self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
             self._hooks.__enter__()
 
+    @override
     def exit(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
-    def note(self) -> int:
-        return self._bytes
-
+    @override
     def end(self) -> int:
         self._measures = False
         return self._bytes

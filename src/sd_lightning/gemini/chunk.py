@@ -342,8 +342,6 @@ class ChunkedNetworks:
             units.sort(key=lambda unit: order(unit.name))
         self.layouts = pack_as_set(parameter_specs(units, names, config), config, self.collectives.world_size)
         self.plan = plan_trace(self.layouts) if config.placement == "auto" else plan_static(self.layouts, config)
-        self.is_closed = False
-        """Whether all memory is freed."""
         self.is_swapped = False
         """Whether other weights are swapped in."""
         self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))

@@ -16,8 +16,7 @@ from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.gathering import Reducer
 from sd_lightning.gemini.layout import Slot
-from sd_lightning.gemini.loss_scale import LossScale
-from sd_lightning.gemini.optimizer import GeminiOptimizer
+from sd_lightning.gemini.optimizer import GeminiOptimizer, LossScale
 from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.placement import ChunkPlan, Ledger
 from sd_lightning.gemini.runtime import Runtime
@@ -39,19 +38,26 @@ class GeminiEngine(ChunkedNetworks):
 
     Call networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
     :meth:`optimizer`. All ranks make the same calls, in the same order.
+
+    Args:
+        networks: By name prefix of their parameters ("unet"; "" for none).
+        config: Sizes and placement of chunks.
+        **settings: All others are those of :class:`~sd_lightning.gemini.chunk.ChunkedNetworks`.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], config: GeminiConfig, **settings: Any) -> None:
         super().__init__(networks, config, **settings)
+        self.is_closed = False
+        """Whether all memory is freed."""
         self.num_moves = 0
         """Number of moves of chunks to other tiers; master tensors returned before a move are stale."""
         self.loss_scale = LossScale(self.memory.device) if config.compute_dtype == torch.float16 else None
         self.optimizers: list[GeminiOptimizer] = []
         reducer = Reducer(self.chunks)
-        self.access = OutsideAccess(self, reducer, self.optimizers, self.loss_scale)
-        self.runtime = Runtime(self, reducer, self.access)
+        self.access = OutsideAccess(self, reducer, self.optimizers, self._gradient_scale)
+        self.auto = AutoPlacement(self, self.move) if config.placement == "auto" else None
+        self.runtime = Runtime(self, reducer, self.access, self.auto)
         self.state = ChunkedState(self)
-        self.auto = AutoPlacement(self, self.runtime, self.move) if config.placement == "auto" else None
 
     def optimizer(self, inner: torch.optim.Optimizer) -> GeminiOptimizer:
         """Return an optimizer that steps the chunks with the parameter groups of a torch optimizer.
@@ -81,6 +87,9 @@ class GeminiEngine(ChunkedNetworks):
         for chunk in self.chunks:
             chunk.free_states()
         self.memory.release_unused()
+
+    def _gradient_scale(self) -> float | Tensor:
+        return 1.0 if self.loss_scale is None else self.loss_scale.used
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss for backward: multiplied by the loss scale in float16, unchanged otherwise."""
@@ -135,26 +144,16 @@ class GeminiEngine(ChunkedNetworks):
                 yield parameter, chunk.part_of(parameter, whole).clone()
 
     @torch.no_grad()
-    def full_parameter(self, name: str) -> Tensor:
-        """Return a copy of a whole parameter, in the type of the master weights if trained; a collective call."""
-        self.access.close()
-        parameter = next(parameter for parameter in self.chunk_of if self.name_of(parameter) == name)
-        chunk = self.chunk_of[parameter]
-        return chunk.part_of(parameter, self.whole(chunk)).clone()
-
-    @torch.no_grad()
     def restore(self) -> None:
         """Give every parameter its whole weights in host memory, and end the engine; a collective call.
 
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
 
         Raises:
-            UsageError: The engine is closed, and its weights are freed; or a network has written its weights in its
-                forward, and nothing has raised for it yet.
+            UsageError: The engine is closed.
         """
-        if self.is_closed and self.chunks:
+        if self.is_closed:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
-        self.access.forwards.check_all()
         self.access.close()
         self.access.end()
         self.abort()
@@ -163,29 +162,24 @@ class GeminiEngine(ChunkedNetworks):
             for parameter in chunk.slots:
                 parameter.data = chunk.part_of(parameter, whole).clone()
             chunk.discard()
-        self.end()
-
-    def end(self) -> None:
-        """Remove the hooks and forget the chunks."""
-        self.access.end()
         self.close()
-        self.chunks.clear()
-        self.chunk_of.clear()
-
-    def release(self) -> None:
-        """Free temporarily gathered weights, for example after a validation run."""
-        self.runtime.gatherer.release()
 
     def close(self) -> None:
-        """Remove the hooks and free all memory; reading parameters that are not whole on the fast tier raises."""
-        self.access.close()
+        """Remove the hooks and free all memory; parameters that got no other memory read as NaN."""
         self.is_closed = True
+        self.access.end()
         self.synchronize()
         self.runtime.reducer.drop()
         for chunk in self.chunks:
             chunk.discard()
         self.memory.release_unused()
         self.runtime.detach()
+        self.chunks.clear()
+        self.chunk_of.clear()
+
+    def release(self) -> None:
+        """Free temporarily gathered weights, for example after a validation run."""
+        self.runtime.gatherer.release()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters since the start: bytes by tier, bytes moved, gather hits and misses, bytes of collectives."""
@@ -213,7 +207,6 @@ class ChunkedState(ShardedState):
     @override
     def parameter_shards(self) -> list[ParameterShard]:
         self._engine.access.close()
-        self._engine.access.forwards.check_all()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -296,7 +289,8 @@ class ChunkedState(ShardedState):
     @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         self._check_not_swapped("swap_in")
-        self._settle()
+        self._engine.release()
+        self._engine.synchronize()
         for chunk in self._engine.trained_chunks:
             chunk.master.swap_in(weights)
         self._engine.is_swapped = True
@@ -307,7 +301,8 @@ class ChunkedState(ShardedState):
         self._engine.access.close()
         if not self._engine.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
-        self._settle()
+        self._engine.release()
+        self._engine.synchronize()
         for chunk in self._engine.trained_chunks:
             chunk.master.swap_out()
         self._engine.is_swapped = False
@@ -319,10 +314,6 @@ class ChunkedState(ShardedState):
         self._engine.access.close()
         if self._engine.is_swapped:
             raise RuntimeError(f"{action} called between swap_in and swap_out")
-
-    def _settle(self) -> None:
-        self._engine.release()
-        self._engine.synchronize()
 
     def _slots(self) -> Iterator[tuple[Chunk, Slot, nn.Parameter]]:
         for chunk in self._engine.trained_chunks:

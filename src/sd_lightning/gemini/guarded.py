@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,8 +18,6 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import ChunkedNetworks
 from sd_lightning.gemini.gathering import Reducer
-from sd_lightning.gemini.loss_scale import LossScale
-from sd_lightning.gemini.memory import Arrival, Memory
 
 _READ = (
     "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
@@ -48,20 +45,6 @@ _ON_ITSELF: set[Any] = {
 """What needs no values."""
 OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
-THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-ALIASES: set[Any] = {Tensor.data.__get__, SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
-"""What returns the memory of a tensor, or replaces it."""
-RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-"""In-place functions that change the shape of a tensor, or its memory."""
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-_IN_PLACE.add("__setitem__")
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-_NUM_SUMS = 251
-"""A prime: values that change places change sums of bytes, too."""
-_NUM_WATCHED = 1
-"""Forward passes of a unit that are watched for writes, at the beginning of a run."""
 _APPLY = nn.Module._apply.__code__
 _MOVES: set[Any] = {Tensor.to, Tensor.cpu, Tensor.cuda}
 """What a module calls for each of its parameters to move to a device."""
@@ -159,7 +142,7 @@ class WholeGradients:
         chunked: The networks and their chunks.
         reducer: Reduces the gradients.
         optimizers: Those made so far, now and later.
-        loss_scale: The factor of gradients in chunks, without which they are shown.
+        scale: Returns the factor of gradients in chunks, without which they are shown.
         close: Writes back all that user code may have written.
     """
 
@@ -168,13 +151,13 @@ class WholeGradients:
         chunked: ChunkedNetworks,
         reducer: Reducer,
         optimizers: Sequence[ChunkOptimizer],
-        loss_scale: LossScale | None,
+        scale: Callable[[], float | Tensor],
         close: Callable[[], None],
     ) -> None:
         self._chunked = chunked
         self._reducer = reducer
         self._optimizers = optimizers
-        self._loss_scale = loss_scale
+        self._scale = scale
         self._close = close
         self.whole: dict[int, Tensor] = {}
         """By chunk: whole gradients that user code sees."""
@@ -225,7 +208,7 @@ class WholeGradients:
         for index, gradients in whole.items():
             accumulated = self._chunked.chunks[index].gradients.accumulated
             if accumulated is not None:
-                accumulated.tensor.copy_(self._chunked.collectives.shard(gradients) * self._scale)
+                accumulated.tensor.copy_(self._chunked.collectives.shard(gradients) * self._scale())
         if whole:
             self._reducer.version += 1
 
@@ -258,103 +241,5 @@ class WholeGradients:
                 chunk.gradients.wait_on_host()
                 accumulated = chunk.gradients.accumulated
                 assert accumulated is not None
-                self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale)
+                self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale())
         return chunk.part_of(parameter, self.whole[chunk.index])
-
-    @property
-    def _scale(self) -> float | Tensor:
-        return 1.0 if self._loss_scale is None else self._loss_scale.used
-
-
-class ForwardWatch:
-    """Notice of weights that a unit has written in its forward, where they are a copy of those that are trained.
-
-    Args:
-        memory: Copies the results to the host.
-        name_of: Returns a parameter's name.
-    """
-
-    def __init__(self, memory: Memory, name_of: Callable[[nn.Parameter], str]) -> None:
-        self._memory = memory
-        self._name_of = name_of
-        self._num_watched: Counter[int] = Counter()
-        """By unit: forward passes that were watched."""
-        self._before: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
-        """By unit: gathered weights, and their digests when its forward began."""
-        self._after: dict[int, tuple[list[nn.Parameter], Tensor, Arrival]] = {}
-        """By unit: gathered weights, and whether its forward has written them; read a pass later."""
-
-    def begin(
-        self, unit: int, parameters: Sequence[nn.Parameter], is_trained_itself: Callable[[nn.Parameter], bool]
-    ) -> None:
-        """Watch a unit that is about to run, in its first passes."""
-        self._before.pop(unit, None)  # of a pass that raised
-        if self._num_watched[unit] < _NUM_WATCHED and torch.is_grad_enabled():
-            self._num_watched[unit] += 1
-            copies = [parameter for parameter in parameters if not is_trained_itself(parameter)]
-            if copies:
-                self._before[unit] = copies, digests(copies)
-
-    def end(self, unit: int) -> None:
-        """Compare the weights of a unit that has run."""
-        if unit in self._before:
-            copies, before = self._before.pop(unit)
-            self._after[unit] = copies, *self._memory.copy_to_host((digests(copies) != before).any(1))
-
-    def check(self, unit: int) -> None:
-        """Raise if the last watched pass of a unit has written its weights; the host waits for that pass.
-
-        Raises:
-            UsageError: It has.
-        """
-        if unit not in self._after:
-            return
-        copies, is_written, arrival = self._after.pop(unit)
-        arrival.wait()
-        for parameter in (each for each, written in zip(copies, is_written.tolist()) if written):
-            raise UsageError(
-                f"Gemini got {self._name_of(parameter)} written inside of its network's forward, where it is a "
-                "gathered copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make it "
-                "a buffer"
-            )
-
-    def check_all(self) -> None:
-        """Raise if any unit has written its weights; otherwise its next pass raises.
-
-        Raises:
-            UsageError: A unit has.
-        """
-        for unit in list(self._after):
-            self.check(unit)
-
-    def clear(self) -> None:
-        """Forget what was not checked."""
-        self._after.clear()
-
-
-def is_in_place(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch writes its first argument."""
-    name = func.__name__
-    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
-
-
-def digests(values: Sequence[Tensor]) -> Tensor:
-    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
-    return torch.stack([sums_of(each) for each in values])
-
-
-def sums_of(values: Tensor) -> Tensor:
-    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
-    flat = values.detach().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
-    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
-    sums[: flat.numel() - whole].add_(flat[whole:])
-    return sums
-
-
-def may_alias(result: Any, weight: Tensor) -> bool:
-    """Return whether user code may write a weight through what a function returned."""
-    return any(
-        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
-        for leaf in tree_leaves(result)
-    )

@@ -1,9 +1,9 @@
-"""The optimizer that steps chunks with the parameter groups of the user's optimizer."""
+"""The optimizer that steps chunks with the parameter groups of the user's optimizer, and its loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,142 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.chunk import ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
 from sd_lightning.gemini.runtime import Runtime
-from sd_lightning.gemini.stepper import GradientAgreement, Stepper
+from sd_lightning.gemini.stepper import Stepper, step_devices
+from sd_lightning.gemini.updates import update_of
+
+
+class LossScale:
+    """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
+
+    Its numbers and defaults are those of ``torch.amp.GradScaler``. They live on the device, so that a step need not
+    wait for them; reading one waits.
+
+    Args:
+        device: Of the chunks.
+    """
+
+    growth_interval = 2000
+    """Steps without overflow after which the scale doubles."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._value = torch.full((), 2.0**16, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), device=device)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.used = self._value.clone()
+        """The scale of the current gradients: several optimizers may step after one backward pass."""
+        self._good_steps_before = self._good_steps.clone()
+        self._found_inf = torch.zeros_like(self._value)
+        """1 if one of these optimizers overflowed; the scale changes once for all of them."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss for backward."""
+        self._begin()
+        return loss * self.used
+
+    def update(self, found_inf: Tensor) -> None:
+        """Note an optimizer's step, and whether its gradients were not finite: 1 or 0."""
+        found_inf = found_inf.to(self._value.device)
+        self._skipped += found_inf
+        self._found_inf = torch.maximum(self._found_inf, found_inf)
+        self._value.copy_(self.used)
+        self._good_steps.copy_(self._good_steps_before)
+        torch._amp_update_scale_(self._value, self._good_steps, self._found_inf, 2.0, 0.5, self.growth_interval)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return plain numbers: the scale, the steps since it changed, and the steps skipped because of overflows."""
+        return {"value": float(self._value), "good_steps": int(self._good_steps), "skipped": int(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self._value.fill_(state["value"])
+        self._good_steps.fill_(int(state["good_steps"]))
+        self._skipped.fill_(int(state["skipped"]))
+
+
+class GradientAgreement:
+    """Agreement of all ranks on the gradients of one optimizer, cached until the gradients change.
+
+    Args:
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
+        stepper: Steps the parameters.
+    """
+
+    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer, stepper: Stepper) -> None:
+        self.touched: set[nn.Parameter] | None = None
+        """The optimizer's parameters that have gradients on any rank; None if unknown."""
+        self.norm: Tensor | None = None
+        """The 2-norm of the gradients over all ranks; None if unknown. In float64, on the device if that decides."""
+        self._chunked = chunked
+        self._reducer = reducer
+        self._stepper = stepper
+        self._version = -1
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if the norm, and so a gradient, is not finite, else 0."""
+        assert self.norm is not None
+        return (~self.norm.isfinite()).float()
+
+    def reset(self) -> None:
+        """Forget the agreement, after the gradients were consumed."""
+        self.touched, self.norm = None, None
+
+    def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
+        """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
+        chunked, reducer, trained = self._chunked, self._reducer, list(self._chunked.trained.values())
+        is_agreed = self.touched is not None and self._version == reducer.version
+        if not chunked.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
+            is_agreed = False  # another rank may have got late gradients meanwhile
+        if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
+            return self.touched
+        reducer.flush()
+        late = [chunk.index in reducer.late for chunk in chunked.chunks]
+        on_device = self._stepper.decides_on_device
+        own = [
+            self._sum_on_host() if with_norm and not on_device else 0.0,
+            *late,
+            *(p in reducer.touched for p in trained),
+        ]
+        values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
+        late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
+        if late_anywhere:
+            reducer.flush(late_anywhere)
+            return self.reach(with_norm=with_norm)
+        # From here on ``touched`` is the same on all ranks, also for parameters of other optimizers.
+        reducer.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
+        self._version = reducer.version
+        self.touched = reducer.touched.intersection(self._stepper.group_of)
+        self.norm = None
+        if with_norm and on_device:
+            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=chunked.memory.device)]
+            self.norm = chunked.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
+        elif with_norm:
+            self.norm = values[0].sqrt()
+        return self.touched
+
+    def _squares(self) -> list[Tensor]:
+        """Return sums of squares of this rank's gradients: in at least float32 per range, each then in float64."""
+        squares = []
+        for gradient in self._stepper.gradients():
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            squares.append(gradient.square().sum(dtype=dtype).double())
+        return squares
+
+    def _sum_on_host(self) -> float:
+        """Return their sum, with one transfer per device."""
+        squares = self._squares()
+        sums = torch.zeros(len(squares), dtype=torch.float64)
+        for device in {square.device for square in squares}:
+            indices = [index for index, square in enumerate(squares) if square.device == device]
+            sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
+        return float(sums.sum())
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -35,11 +168,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.optimizer = inner
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
-        self._is_built = False
-        self._groups: list[dict[str, Any]] = []
-        self.stepper = Stepper(inner, runtime.chunked)
+        self.stepper = Stepper(inner, runtime.chunked, update_of(inner, step_devices(runtime.chunked)))
         inner.state.clear()  # some constructors create states of whole parameters
-        super().__init__(inner.param_groups, inner.defaults)
+        self.__setstate__({"state": inner.state, "defaults": inner.defaults})  # instead of groups of its own
         self._runtime = runtime
         self._reducer = runtime.reducer
         self._scaler = loss_scale
@@ -50,19 +181,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._stepped_version: int | None = None
         """The version of the gradients that the last step consumed."""
         self.adopt()
-        self._is_built = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the user's optimizer; a callback that resumes may replace them."""
-        return self.inner.param_groups if self._is_built else self._groups
+        return self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._groups = groups
-        if self._is_built:
-            self.inner.param_groups = groups
-            self.adopt()
+        self.inner.param_groups = groups
+        self.adopt()
 
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.
@@ -80,9 +208,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: The engine does not train them: they were frozen when it was made.
         """
-        if not self._is_built:
-            super().add_param_group(param_group)  # in the constructor
-            return
         self.inner.add_param_group(param_group)
         try:
             self.adopt()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.auto import AutoPlacement
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer, Tracer
 from sd_lightning.gemini.guarded import OUTSIDE
@@ -58,19 +59,6 @@ def wrap_calls(module: nn.Module, before: Before, after: After) -> list[Undo]:
 _GRAD: Any = Tensor.grad
 
 
-class PassMeasurement(Protocol):
-    """What hears of the progress of passes: :class:`~sd_lightning.gemini.auto.AutoPlacement`."""
-
-    def access(self, phase: str, unit: int) -> None:
-        """Note that a unit's weights are about to be gathered."""
-
-    def end_backward(self) -> None:
-        """Note that a backward pass has ended."""
-
-    def abort(self) -> None:
-        """Forget the current pass."""
-
-
 class Runtime:
     """Hooks that gather units before their forward and backward, and have their gradients reduced.
 
@@ -83,15 +71,18 @@ class Runtime:
         chunked: The networks and their chunks.
         reducer: Reduces their gradients.
         access: Shows whole values of parameters outside of their units.
+        auto: Measures passes and places the chunks, if that is not settled by the settings.
     """
 
-    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer, access: OutsideAccess) -> None:
+    def __init__(
+        self, chunked: ChunkedNetworks, reducer: Reducer, access: OutsideAccess, auto: AutoPlacement | None
+    ) -> None:
         self.units = chunked.units
         self.chunked = chunked
         self.reducer = reducer
         self.access = access
         self.observer: Observer | None = None
-        self.measurement: PassMeasurement | None = None
+        self._auto = auto
         self._chunks = chunked.chunks
         self._chunks_of = chunked.chunks_of
         self.tracer = Tracer(self._chunks_of)
@@ -148,8 +139,8 @@ class Runtime:
         self._reset()
         self.reducer.drop()
         self.tracer.forget()
-        if self.measurement is not None:
-            self.measurement.abort()
+        if self._auto is not None:
+            self._auto.abort()
         self.statistics["aborted"] += 1
 
     def _attach(self, *, is_alone: bool) -> None:
@@ -160,6 +151,8 @@ class Runtime:
                 self.undo += wrap_calls(
                     route.network, partial(self._begin_route, route), partial(self._end_route, route)
                 )
+        if self._auto is not None:
+            self.undo += self._auto.attach(self.recover)
         for chunk in self._chunks:
             # Python's garbage collector does not see these hooks: a strong reference would keep the engine alive.
             hook = partial(_accumulated, weakref.ref(self), chunk.index)
@@ -173,8 +166,8 @@ class Runtime:
 
     def _access(self, index: int, phase: str) -> None:
         self.tracer.use(index)
-        if self.measurement is not None:
-            self.measurement.access(phase, index)
+        if self._auto is not None:
+            self._auto.note_access()
         self.gatherer.gather(self._chunks_of[index], self._pass.chunks_in_use)
         if self.observer is not None:
             self.observer(phase, self.units[index].name)
@@ -219,9 +212,11 @@ class Runtime:
         if index in running:
             ended = running[running.index(index) :]
             del running[running.index(index) :]
-            if output is not None:
-                self.access.forwards.end(index)
-            self._guard(ended)
+            try:
+                if output is not None:
+                    self.access.end_forward(index)
+            finally:
+                self._guard(ended)
         if output is None or not torch.is_grad_enabled():
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -328,8 +323,8 @@ class Runtime:
             self._pass.advance(len(self._pass.schedule))
             self.tracer.forget()  # ranks may have recorded different forward orders
         self._pass.finish()
-        if self.measurement is not None:
-            self.measurement.end_backward()
+        if self._auto is not None:
+            self._auto.end_backward()
         self._reset()
         self.gatherer.release()
         self.tracer.end_pass()

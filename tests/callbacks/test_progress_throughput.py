@@ -122,7 +122,7 @@ def test_speed_and_data_wait_are_logged_at_the_logging_interval(tmp_path: Path, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the process that started this one counts, too")
 def test_peak_memory_is_that_of_the_process_itself_not_of_the_one_that_started_it() -> None:
-    own = "from sd_lightning.gemini.auto import peak_resident; print(peak_resident())"
+    own = "from sd_lightning.gemini.memory import peak_resident; print(peak_resident())"
     starts = (
         f"import subprocess, sys; held = bytearray(2**31); subprocess.run([sys.executable, '-c', {own!r}], check=True)"
     )

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gemini_jobs import BATCH, Blocks, Job, _Fails, inputs, loss_of
+from gemini_jobs import BATCH, Blocks, Job, _Fails, inputs, loss_of, weights_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.auto import AllocatorProbe, NetworkCall, peak_allocated, spare_bytes
+from sd_lightning.gemini.auto import AllocatorProbe, NetworkCall
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.layout import place_others
-from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.memory import Memory, peak_allocated, spare_bytes
 from sd_lightning.gemini.placement import Kind, Tier
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -57,13 +57,10 @@ def test_a_released_parameter_is_read_and_written_as_whole_float32_weights(dtype
     engine.close()
     with pytest.raises(UsageError, match=r"restore\(\) after close\(\), which frees the weights"):
         engine.restore()
-    with pytest.raises(UsageError, match=r"head.weight to read after close\(\)"):
-        network.head.weight.norm()
+    assert network.head.weight.isnan().all()
 
 
-@pytest.mark.parametrize("reads", ["the next pass", "a checkpoint", "the end"])
-def test_a_write_inside_of_a_forward_is_refused_before_its_weights_are_used_or_saved(reads: str) -> None:
-    """Not at once: the host would have to wait for the device."""
+def test_a_write_inside_of_a_forward_is_refused_at_once() -> None:
     network, batch = Blocks(), inputs(0, Job("written"))
     engine = engine_of(network, **SLOW)
     calls: list[int] = []
@@ -73,17 +70,13 @@ def test_a_write_inside_of_a_forward_is_refused_before_its_weights_are_used_or_s
             module.down.weight.data.mul_(2.0)  # type: ignore[operator,union-attr]
         calls.append(1)
 
+    expected = network.blocks[1].down.weight.detach().clone()
     network.blocks[1].up.register_forward_hook(lambda *_: write(network.blocks[1]))
-    loss_of(network, batch, torch.float32)
     with pytest.raises(UsageError, match=r"blocks.1.down.weight written inside of its network's forward.*in a hook"):
-        if reads == "the next pass":
-            loss_of(network, batch, torch.float32)
-        elif reads == "a checkpoint":
-            engine.state.parameter_shards()
-        else:
-            engine.restore()
+        loss_of(network, batch, torch.float32)
     assert len(calls) == 1
     engine.restore()
+    assert torch.equal(network.blocks[1].down.weight, expected)
 
 
 def test_moving_a_network_to_its_device_gathers_nothing() -> None:
@@ -396,9 +389,6 @@ class FakeAllocator:
     def max_memory_allocated(self, device: torch.device) -> int:
         return self.peak
 
-    def memory_allocated(self, device: torch.device) -> int:
-        return self.now
-
 
 def test_the_allocators_peak_without_chunks_is_what_activations_take(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, memory = FakeAllocator(), Memory(torch.device("cpu"))
@@ -408,10 +398,10 @@ def test_the_allocators_peak_without_chunks_is_what_activations_take(monkeypatch
     probe.begin()
     memory.ledger.add(Tier.FAST, Kind.GATHERED, 1000)
     allocator.take(1000)
-    assert probe.note() == 70
+    probe.note()
     allocator.take(30)
     allocator.take(-20)
-    assert probe.note() == 80
+    probe.note()
     assert probe.end() == 100
     assert allocator.peak == 1080 < peak_allocated(memory.device) == 1100, "others' peak is lost"
 
@@ -508,7 +498,7 @@ def test_several_optimizers_divide_by_the_scale_of_their_backward_pass(overflows
         engine = engine_of(network, compute_dtype=torch.float16, chunk_numel=64)
         assert engine.loss_scale is not None
         engine.loss_scale.growth_interval = growth_interval
-        engine.loss_scale.value = 64.0
+        engine.loss_scale.load_state_dict({"value": 64.0, "good_steps": 0, "skipped": 0})
         optimizers = [engine.optimizer(torch.optim.SGD(part.parameters(), lr=0.1)) for part in network.values()]
         x = torch.ones(2, 4, dtype=torch.float16)
         factor = torch.tensor([65504.0 if overflows else 1.0, 1.0], dtype=torch.float16)
@@ -523,7 +513,8 @@ def test_several_optimizers_divide_by_the_scale_of_their_backward_pass(overflows
     for ours, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert engine.loss_scale is not None
-    assert engine.loss_scale.value == (32.0 if overflows else 128.0) and engine.loss_scale.skipped == overflows
+    state = engine.loss_scale.state_dict()
+    assert state["value"] == (32.0 if overflows else 128.0) and state["skipped"] == overflows
 
 
 def loss_of_large_gradients(network: nn.Module) -> torch.Tensor:
@@ -571,7 +562,7 @@ def test_the_norm_and_the_clipping_of_a_step_that_failed_are_forgotten(how: str)
                 handle.remove()
         loss_of(network, inputs(0, Job("abort")), torch.float32).backward()
         optimizer.step()
-        return {name: engine.full_parameter(name) for name, _ in network.named_parameters()}
+        return weights_of(engine)
 
     plain, aborted = trained(fails=False), trained(fails=True)
     assert all(torch.equal(plain[name], weight) for name, weight in aborted.items())
@@ -604,7 +595,7 @@ def test_norms_that_are_watched_between_micro_batches_change_nothing() -> None:
                 optimizer.grad_norm()
         norm = float(optimizer.clip_grad_norm_(1.0))
         optimizer.step()
-        return norm, {name: engine.full_parameter(name) for name, _ in network.named_parameters()}
+        return norm, weights_of(engine)
 
     (norm, plain), (watched_norm, watched) = trained(watches=False), trained(watches=True)
     assert watched_norm == norm > 1
@@ -616,7 +607,7 @@ def test_a_write_into_the_part_of_another_rank_counts_on_this_rank_too() -> None
     network = Blocks()
     access = engine_of(network, **SLOW).access
     peers = SimpleNamespace(world_size=2, agree=lambda _: True, all_reduce=lambda values, op: torch.ones_like(values))
-    access._engine = SimpleNamespace(collectives=peers)  # type: ignore[assignment]
+    access._chunked = SimpleNamespace(collectives=peers)  # type: ignore[assignment]
     for _ in range(20):
         access._compare([0], {0: torch.zeros(4)}, written=[])
     assert access._num_written == 16

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from pretended_accelerator import Device, Race, pretended_accelerator
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini import engine as engine_file
+from sd_lightning.gemini import chunk as chunk_file
 from sd_lightning.gemini.placement import Kind, Tier, plan_static
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
                     optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
             _act(made, act, step, backward)
-        made.full_parameter("gain")
+        dict(made.whole_weights())
         kept = sum(nbytes * len(buffers) for nbytes, buffers in made.memory._pinned.items())
         assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == kept
         locked = sum(device.page_locks.sizes.values())
@@ -142,7 +142,7 @@ def test_the_host_waits_for_nothing_that_has_just_been_sent() -> None:
 
 def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
     with pretended_accelerator(with_network=False):
-        memory = engine_file.Memory(torch.device("cpu"))
+        memory = chunk_file.Memory(torch.device("cpu"))
         target, source = (memory.allocate(tier, Kind.WEIGHTS, 8, torch.float32) for tier in (Tier.SLOW, Tier.FAST))
         with memory.copying(Tier.SLOW):
             memory.copy(target.tensor, source.tensor, Tier.FAST, Tier.SLOW)

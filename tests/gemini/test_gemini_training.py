@@ -88,7 +88,7 @@ def jobs_of_ranks() -> list[Job]:
             clip=0.05,
         ),
         Job("chunks/one", config={"chunk_numel": 100_000}),
-        Job("chunks/searched", config={"chunk_numel": None, "chunk_search": (700, 2000)} | BUDGETED),
+        Job("chunks/searched", config={"chunk_numel": None} | BUDGETED),
         Job("chunks/tiny", config={"chunk_numel": 256} | BUDGETED),
         Job("act/sample", config=BUDGETED, act="sample"),
         Job("act/sample_kept_gathered", config={"shard_param_frac": 0.0}, act="sample"),
@@ -453,15 +453,6 @@ def test_larger_inputs_and_sampling_are_measured_and_planned_for(two_ranks: list
         two_ranks[0]["place/auto_some"].notes["plan"]["non_model"] * 9 / 5, rel=0.1
     )
     assert two_ranks[0]["auto/sample"].notes["plan"]["moves"] == 3
-
-
-@slow
-def test_the_trace_shows_activations_growing_from_unit_to_unit(two_ranks: list[dict[str, Findings]]) -> None:
-    trace = two_ranks[0]["place/auto_some"].notes["plan"]["trace"]
-    forward = [nbytes for phase, _, nbytes in trace if phase == "forward"]
-    assert forward == sorted(forward) and forward[0] == 0 < forward[-1]
-    assert [phase for phase, _, _ in trace][-1] == "end" and trace[-1][2] > 0
-    assert {unit for _, unit, _ in trace} >= {"embed", "blocks.0", "blocks.3", "head"}
 
 
 @slow

@@ -262,7 +262,7 @@ def test_states_are_what_the_engine_keeps_in_a_step(fraction: float, optimizer: 
     found = engine.statistics()
     run = TrainingRun(batch_size=1, resolution=32, precision="bf16-true", optimizer=optimizer)
     forecaster = Forecaster(LatentDiffusion.build("tiny", device="meta"), run)
-    footprint = GeminiStrategy(config).footprint(forecaster.workload)
+    footprint = GeminiStrategy(offload_optim_frac=fraction, chunk_numel=2**17).footprint(forecaster.workload)
     assert footprint is not None
     host = sum(held.nbytes for held in footprint.host)
     assert host == found.get("peak_bytes/slow", 0)

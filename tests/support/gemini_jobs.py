@@ -443,9 +443,8 @@ class Training:
             losses.append(self.step(step))
         if self.engine is not None:
             _note(self)
-        names = [name for name, _ in self.network.named_parameters()]
         if self.engine is not None:
-            weights = {name: self.engine.full_parameter(name) for name in names}
+            weights = weights_of(self.engine)
             self.notes["files"] = [] if self.folder is None else os.listdir(self.folder)
             self.engine.close()
         else:
@@ -597,13 +596,13 @@ def _note(training: Training) -> None:
         "numel": sum(layout.numel for layout in engine.layouts if layout.is_trained),
         "frozen_numel": sum(layout.numel for layout in engine.layouts if not layout.is_trained),
         "plan": {} if engine.auto is None else _plan(engine),
-        "skipped": 0 if engine.loss_scale is None else engine.loss_scale.skipped,
+        "skipped": 0 if engine.loss_scale is None else engine.loss_scale.state_dict()["skipped"],
     }
 
 
 def _largest_unit_bytes(engine: GeminiEngine) -> int:
     """The most bytes that one unit, with the containers around it, gathers temporarily."""
-    demand = Demand(0, 0, (), engine.runtime.chunks_of_units(), engine.collectives.world_size)
+    demand = Demand(0, 0, (), engine.chunks_around_units(), engine.collectives.world_size)
     return smallest_budget(engine.layouts, engine.plan.chunks, demand)
 
 
@@ -619,8 +618,12 @@ def _plan(engine: GeminiEngine) -> dict[str, Any]:
         "slow_weights": sum(place.param_tier == "slow" for place in trained),
         "moves": engine.num_moves,
         "peak": engine.ledger.peak["fast"],
-        "trace": engine.auto.trace,
     }
+
+
+def weights_of(engine: GeminiEngine) -> dict[str, Tensor]:
+    """Return whole weights by name; a collective call."""
+    return {engine.name_of(parameter): weight for parameter, weight in engine.whole_weights()}
 
 
 def train(job: Job, rank: int = 0, world_size: int = 1) -> Findings:

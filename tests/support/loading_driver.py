@@ -197,7 +197,9 @@ class MeasuredLora(PortableCheckpoint):
         for plain, name in plain_names(pl_module.unet.state_dict()).items():
             if plain.endswith(("conv_in.weight", "to_q.weight", "to_k.weight")):  # adapters are put around to_q
                 parameter = pl_module.unet.get_parameter(name)
-                whole = parameter.detach() if engine is None else engine.full_parameter(f"unet.{name}")
+                whole = parameter.detach()
+                if engine is not None:
+                    whole = next(weight for each, weight in engine.whole_weights() if each is parameter)
                 expected = values_at(plain, torch.arange(whole.numel())).bfloat16()
                 if not torch.equal(whole.reshape(-1), expected):
                     self.found["differing"].append(plain)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd_lightning.gemini import engine as engine_file
+from sd_lightning.gemini import chunk as chunk_file
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.memory import Arrival, Memory, PageLocked
 from sd_lightning.gemini.placement import Kind, Tier, TierBuffer
@@ -292,7 +292,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         return made
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):
-        patch.setattr(engine_file, "Memory", WatchedMemory)
+        patch.setattr(chunk_file, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", allocate_small)
         patch.setattr(ChunkStorage, "__init__", create_known)
         patch.setattr(ChunkStorage, "resize", resize)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import PauseListener, StepCallback, paused
 from sd_lightning.data.contract import global_batch_size
-from sd_lightning.gemini.auto import peak_allocated, peak_resident
+from sd_lightning.gemini.memory import peak_allocated, peak_resident
 
 log = logging.getLogger(__name__)
 

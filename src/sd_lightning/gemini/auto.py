@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import sys
-from collections.abc import Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum, auto
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
+from sd_lightning.gemini.chunk import ChunkedNetworks
 from sd_lightning.gemini.guarded import OUTSIDE
-from sd_lightning.gemini.memory import Memory
-from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, fast_bytes, mib, plan_auto, plan_trace
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
+from sd_lightning.gemini.memory import Memory, fast_tier_bytes, reset_peak_allocated
+from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, mib, plan_auto, plan_trace
 
 log = logging.getLogger(__name__)
-
-_USABLE = 0.9
-"""Usable part of the fast tier. The rest is for fragmentation and collective buffers, as with ``memory_cap=0.9``."""
 
 
 class NetworkCall(NamedTuple):
@@ -59,12 +52,6 @@ class Measurement(Enum):
 
 
 _UNDER_WAY = (Measurement.UNTIL_FORWARD, Measurement.UNTIL_BACKWARD)
-_TRANSITIONS = {
-    Measurement.NONE: set(_UNDER_WAY),
-    Measurement.UNTIL_FORWARD: {Measurement.COMPLETE},
-    Measurement.UNTIL_BACKWARD: {Measurement.COMPLETE},
-    Measurement.COMPLETE: {Measurement.NONE},
-}
 
 
 class AutoPlacement:
@@ -75,91 +62,100 @@ class AutoPlacement:
     for the largest measurement so far. One small all-reduce per call makes all ranks do this together.
 
     Args:
-        engine: Owns the chunks.
+        chunked: The networks and their chunks.
+        move: Moves the chunks to the tiers of a plan.
 
     Raises:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
-        self._engine = engine
-        memory = engine.memory
-        cap = engine.config.memory_cap_bytes(fast_tier_bytes(memory.device, engine.collectives.world_size))
-        lowest = engine.collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
+    def __init__(self, chunked: ChunkedNetworks, move: Callable[[ChunkPlan], None]) -> None:
+        self._chunked = chunked
+        self._move = move
+        memory, collectives = chunked.memory, chunked.collectives
+        cap = chunked.config.memory_cap_bytes(fast_tier_bytes(memory.device, collectives.world_size))
+        lowest = collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
         self.cap_bytes = int(lowest)
         self.non_model_bytes = 0
         """Largest measurement so far, over all ranks."""
-        self.spare_bytes: int | None = None
-        """Bytes of the cap left after chunks, activations and the largest unit; None before there is a plan."""
-        self.trace: list[tuple[str, str, int]] = []
-        """Last measured pass on this rank: (phase, unit, bytes that are not in chunks)."""
         self._storages: set[int] = set()
         """Addresses of the storages of chunks, whose tensors are no activations."""
         self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._storages)
-        self._known: list[NetworkCall] = []
+        self._planned_calls: list[NetworkCall] = []
         """Calls that the plan covers."""
-        self._new: list[NetworkCall] = []
+        self._measured_calls: list[NetworkCall] = []
         """Calls of the pass being measured."""
         self._measurement = Measurement.NONE
         self._is_stale = True
         self._last: ChunkPlan | None = None
         self._depth = 0
         """Number of nested network calls now running."""
-        plan_auto(engine.layouts, self._demand())
-        for name, network in engine.networks.items():
-            before = torch._dynamo.disable(partial(self._before, name))
+        plan_auto(chunked.layouts, self._demand())
+
+    def attach(self, recover: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Add hooks to the networks; yield functions that remove them.
+
+        Args:
+            recover: Aborts the last backward pass if it failed.
+        """
+        for name, network in self._chunked.networks.items():
+            before = torch._dynamo.disable(partial(self._before, name, recover))
             after = torch._dynamo.disable(self._after)
-            begin = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            end = network.register_forward_hook(after, always_call=True)
-            engine.runtime.undo += [begin.remove, end.remove]
-        engine.runtime.auto = self
+            yield network.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
+            yield network.register_forward_hook(after, always_call=True).remove
 
     def make_room(self) -> None:
         """Move all chunks to the slow tier, before a measurement or a new optimizer."""
-        self._engine.move(plan_trace(self._engine.layouts))
+        self._move(plan_trace(self._chunked.layouts))
         self._is_stale = True
-        self.spare_bytes = None
 
-    def access(self, phase: str, unit: int) -> None:
+    def note_access(self) -> None:
         """Note that a unit's weights are about to be gathered."""
         if self._measurement in _UNDER_WAY:
-            self.trace.append((phase, self._engine.runtime.units[unit].name, self._probe.note()))
+            self._probe.note()
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
         if self._measurement is Measurement.UNTIL_BACKWARD:
             self._complete()
 
+    def _complete(self) -> None:
+        self._probe.note()
+        self._measurement = Measurement.COMPLETE
+
     def abort(self) -> None:
         """Forget the current pass."""
         self._depth = 0  # an interrupted call may not have ended
         self._probe.exit()
         if self._measurement in _UNDER_WAY:
-            self._begin()
+            self._probe.begin()
 
-    def _before(self, name: str, network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _before(
+        self, name: str, recover: Callable[[], None], network: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         if torch._C._current_graph_task_id() != OUTSIDE:
             return  # recomputation of a checkpointed block
         self._depth += 1
         if self._depth > 1:
             return
-        self._engine.runtime.recover()
+        recover()
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         call = NetworkCall(name, torch.is_grad_enabled(), network.training, tuple(tuple(t.shape) for t in tensors))
-        is_new = not any(known.covers(call) for known in [*self._known, *self._new])
+        is_new = not any(each.covers(call) for each in [*self._planned_calls, *self._measured_calls])
         with torch.inference_mode(False), torch.no_grad():
             is_new_anywhere = self._agree(is_new)
             if self._measurement is Measurement.NONE:
                 if is_new_anywhere:
                     self.make_room()
-                    self._go(Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD)
-                    self._begin()
+                    has_backward = call.with_gradients
+                    self._measurement = Measurement.UNTIL_BACKWARD if has_backward else Measurement.UNTIL_FORWARD
+                    self._probe.begin()
                 elif self._is_stale:
                     self._plan()
         if is_new:
-            self._new.append(call)
+            self._measured_calls.append(call)
         self._storages.clear()
-        self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._engine.chunks)
+        self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._chunked.chunks)
         self._probe.enter()
 
     def _after(self, network: nn.Module, args: Any, output: Any) -> None:
@@ -171,103 +167,66 @@ class AutoPlacement:
             if self._measurement is Measurement.UNTIL_FORWARD:
                 self._complete()
 
-    def _go(self, measurement: Measurement) -> None:
-        if measurement not in _TRANSITIONS[self._measurement]:
-            raise RuntimeError(f"a measurement cannot go from {self._measurement.name} to {measurement.name}")
-        self._measurement = measurement
-
-    def _begin(self) -> None:
-        """Start a measurement, or start it again."""
-        self.trace = []
-        self._probe.begin()
-
-    def _complete(self) -> None:
-        self.trace.append(("end", "", self._probe.note()))
-        self._go(Measurement.COMPLETE)
-
     def _agree(self, is_new: bool) -> bool:
         """Record a complete measurement, on all ranks together; return whether any rank has a new call now."""
         is_complete = self._measurement is Measurement.COMPLETE
         own = [is_new, self._probe.end() if is_complete else 0]
-        largest = self._engine.collectives.all_reduce(torch.tensor(own, dtype=torch.int64), dist.ReduceOp.MAX)
+        largest = self._chunked.collectives.all_reduce(torch.tensor(own, dtype=torch.int64), dist.ReduceOp.MAX)
         is_new_anywhere, measured = largest.tolist()
         if is_complete:
             self.non_model_bytes = max(self.non_model_bytes, measured)
-            self._known += self._new
-            self._new = []
+            self._planned_calls += self._measured_calls
+            self._measured_calls = []
             self._is_stale = True
-            self._go(Measurement.NONE)
+            self._measurement = Measurement.NONE
         return bool(is_new_anywhere)
 
     def _plan(self) -> None:
-        engine, demand = self._engine, self._demand()
-        plan = plan_auto(engine.layouts, demand)
-        engine.collectives.require_agreement("the placement of chunks", repr(plan))
-        engine.move(plan)
+        chunked = self._chunked
+        plan = plan_auto(chunked.layouts, self._demand())
+        chunked.collectives.require_agreement("the placement of chunks", repr(plan))
+        self._move(plan)
         self._is_stale = False
-        taken = fast_bytes(engine.layouts, plan.chunks, demand)
-        self.spare_bytes = demand.cap_bytes - demand.non_model_bytes - taken
         if plan != self._last:
             self._last = plan
-            use = f"{mib(taken)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
-            log.info("Gemini: %s: %s", use, plan.summary(engine.layouts))
+            assert plan.spare_bytes is not None
+            held = self.cap_bytes - self.non_model_bytes - plan.spare_bytes
+            use = f"{mib(held)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
+            log.info("Gemini: %s: %s", use, plan.summary(chunked.layouts))
 
     def _demand(self) -> Demand:
-        engine = self._engine
-        world_size, mode = engine.collectives.world_size, engine.config.reduce_once
+        chunked = self._chunked
+        world_size, mode = chunked.collectives.world_size, chunked.config.reduce_once
         return Demand(
             self.cap_bytes,
             self.non_model_bytes,
-            tuple(sum(state.nbytes for state in chunk.states.values()) for chunk in engine.chunks),
-            engine.runtime.chunks_of_units(),
+            tuple(sum(state.nbytes for state in chunk.states.values()) for chunk in chunked.chunks),
+            chunked.chunks_around_units(),
             world_size,
             keeps_gradients=(None if world_size > 1 else False) if mode == "auto" else mode,
-            sent_dtype=engine.collectives.widest_sent_dtype,
+            sent_dtype=chunked.collectives.widest_sent_dtype,
         )
 
 
-class Probe(Protocol):
+class Probe(ABC):
     """Measurement of one pass at a time."""
 
+    @abstractmethod
     def begin(self) -> None:
-        """Start a measurement."""
+        """Start a measurement, or start it again."""
 
-    def enter(self) -> None:
+    def enter(self) -> None:  # noqa: B027
         """Note that a network's forward begins, with or without gradients."""
-        return None
 
-    def exit(self) -> None:
+    def exit(self) -> None:  # noqa: B027
         """Note that the network's forward has ended."""
-        return None
 
-    def note(self) -> int:
-        """Return the bytes taken now; called between units."""
+    def note(self) -> None:  # noqa: B027
+        """Note the bytes taken now; called between units."""
 
+    @abstractmethod
     def end(self) -> int:
         """Return the peak bytes since :meth:`begin`."""
-
-
-_peaks: dict[torch.device, int] = {}
-"""By device: the allocator's peak before probes reset it; global, like the allocator's statistics."""
-
-
-def peak_allocated(device: torch.device) -> int:
-    """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
-    return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
-
-
-def peak_resident() -> int | None:
-    """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
-    if sys.platform == "win32":
-        return None
-    status = Path("/proc/self/status")  # ru_maxrss also counts what the process that started this one held
-    own = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.is_file() else "", re.MULTILINE)
-    if own is not None:
-        return 1024 * int(own[1])
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class AllocatorProbe(Probe):
@@ -283,28 +242,24 @@ class AllocatorProbe(Probe):
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._module = torch.get_device_module(memory.device)
         self._peak = 0
 
+    @override
     def begin(self) -> None:
-        self._reset()
+        reset_peak_allocated(self._memory.device)
         self._peak = 0
 
-    def note(self) -> int:
-        in_chunks = self._memory.ledger.current[Tier.FAST]
-        peak = self._module.max_memory_allocated(self._memory.device) - in_chunks
-        self._peak = max(self._peak, peak)
-        self._reset()
-        return max(int(self._module.memory_allocated(self._memory.device)) - in_chunks, 0)
+    @override
+    def note(self) -> None:
+        device = self._memory.device
+        peak = torch.get_device_module(device).max_memory_allocated(device)
+        self._peak = max(self._peak, peak - self._memory.ledger.current[Tier.FAST])
+        reset_peak_allocated(device)
 
+    @override
     def end(self) -> int:
         self.note()
         return self._peak
-
-    def _reset(self) -> None:
-        device = self._memory.device
-        _peaks[device] = peak_allocated(device)
-        self._module.reset_peak_memory_stats(device)
 
 
 class SavedTensorsProbe(Probe):
@@ -323,23 +278,24 @@ class SavedTensorsProbe(Probe):
         self._hooks: saved_tensors_hooks | None = None
         self._measures = False
 
+    @override
     def begin(self) -> None:
         self._measures, self._bytes = True, 0
         self._seen.clear()
 
+    @override
     def enter(self) -> None:
         if self._measures:
             self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
             self._hooks.__enter__()
 
+    @override
     def exit(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
-    def note(self) -> int:
-        return self._bytes
-
+    @override
     def end(self) -> int:
         self._measures = False
         return self._bytes
@@ -350,22 +306,3 @@ class SavedTensorsProbe(Probe):
             self._seen.add(storage.data_ptr())
             self._bytes += storage.nbytes()
         return tensor
-
-
-def fast_tier_bytes(device: torch.device, world_size: int) -> int:
-    """Return the bytes of a rank's fast tier: its accelerator's memory, or its share of the host memory."""
-    if device.type == "cpu":
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
-
-
-def spare_bytes(memory: Memory, world_size: int) -> int:
-    """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
-    if not memory.on_accelerator:
-        peak = peak_resident()
-        return 0 if peak is None else int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
-    module = torch.get_device_module(memory.device)
-    free, _ = module.mem_get_info(memory.device)
-    reachable = free + module.memory_reserved(memory.device)
-    return int(_USABLE * reachable) - peak_allocated(memory.device)

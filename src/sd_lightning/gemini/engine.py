@@ -1,132 +1,63 @@
-"""The Gemini engine: networks in chunks, and their training."""
+"""The Gemini engine: training of networks in chunks, and its state for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.auto import AutoPlacement
-from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.collectives import Collectives
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.config import GeminiConfig
-from sd_lightning.gemini.gathering import Accumulation
-from sd_lightning.gemini.layout import (
-    ChunkLayout,
-    Reader,
-    find_units,
-    pack_as_set,
-    parameter_names,
-    parameter_specs,
-    place_others,
-    replace_meta_parameters,
-)
-from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.gathering import Reducer
+from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer, LossScale
 from sd_lightning.gemini.outside import OutsideAccess
-from sd_lightning.gemini.placement import ChunkPlacement, ChunkPlan, Ledger, plan_static, plan_trace
+from sd_lightning.gemini.placement import ChunkPlan, Ledger
 from sd_lightning.gemini.runtime import Runtime
-from sd_lightning.gemini.state import ChunkedState
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.shards import (
+    LazyTensor,
+    OptimizerGroups,
+    ParameterShard,
+    Read,
+    SavedParameter,
+    ShardedState,
+    load_groups,
+    named_groups,
+)
 
 
-class GeminiEngine:
+class GeminiEngine(ChunkedNetworks):
     """Training of networks whose parameters live in chunks: sharded, gathered when needed, placed on tiers.
 
-    Parameters stay the modules' ``nn.Parameter`` objects, except those on the meta device, which are replaced. Call
-    networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
+    Call networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
     :meth:`optimizer`. All ranks make the same calls, in the same order.
 
     Args:
         networks: By name prefix of their parameters ("unet"; "" for none).
         config: Sizes and placement of chunks.
-        blocks: The repeated modules; by default the children of module lists and sequences.
-        device: The fast tier.
-        group: The ranks to shard over; the default process group if there is one.
-        reader: Gives initial values; needed for networks on the meta device. Each rank reads only its own shards.
-        order: Sort key for the names of units, if they do not run in the order of registration.
+        **settings: All others are those of :class:`~sd_lightning.gemini.chunk.ChunkedNetworks`.
     """
 
-    def __init__(
-        self,
-        networks: Mapping[str, nn.Module],
-        config: GeminiConfig,
-        *,
-        blocks: Iterable[nn.Module] | None = None,
-        device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
-        reader: Reader | None = None,
-        order: Callable[[str], Any] | None = None,
-    ) -> None:
-        self.networks = dict(networks)
-        self.config = config
-        self.collectives = Collectives(group, torch.device(device), config.reduce_dtype)
-        self.memory = Memory(torch.device(device), config.offload_dir)
-        replace_meta_parameters(self.networks.values(), reader)
-        names = parameter_names(self.networks)
-        units = find_units(self.networks, blocks)
-        if order is not None:
-            units.sort(key=lambda unit: order(unit.name))
-        self.layouts = pack_as_set(parameter_specs(units, names, config), config, self.collectives.world_size)
-        self.plan = plan_trace(self.layouts) if config.placement == "auto" else plan_static(self.layouts, config)
+    def __init__(self, networks: Mapping[str, nn.Module], config: GeminiConfig, **settings: Any) -> None:
+        super().__init__(networks, config, **settings)
         self.is_closed = False
-        self.is_swapped = False
-        """Whether other weights are swapped in."""
+        """Whether all memory is freed."""
         self.num_moves = 0
         """Number of moves of chunks to other tiers; master tensors returned before a move are stale."""
-        self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
-        self.chunks: list[Chunk] = []
-        self.chunk_of: dict[nn.Parameter, Chunk] = {}
-        by_name = {name: parameter for parameter, name in names.items()}
-        with torch.no_grad():
-            for layout, placement in zip(self.layouts, self.plan.chunks, strict=True):
-                self._create(layout, placement, by_name, reader)
-            place_others(self.networks, self.chunk_of, self.memory.device, reader)
-        self.trained = {n: p for p, n in names.items() if p in self.chunk_of and self.chunk_of[p].is_trained}
-        chunked = [replace(u, parameters=tuple(p for p in u.parameters if p in self.chunk_of)) for u in units]
-        self.runtime = Runtime(
-            [unit for unit in chunked if unit.parameters],
-            self.chunks,
-            networks=self.networks.values(),
-            collectives=self.collectives,
-            budget=self.plan.gathered_budget,
-            prefetch=config.prefetch,
-        )
         self.loss_scale = LossScale(self.memory.device) if config.compute_dtype == torch.float16 else None
         self.optimizers: list[GeminiOptimizer] = []
-        self.access = self.runtime.access = OutsideAccess(self)
+        reducer = Reducer(self.chunks)
+        self.access = OutsideAccess(self, reducer, self.optimizers, self._gradient_scale)
+        self.auto = AutoPlacement(self, self.move) if config.placement == "auto" else None
+        self.runtime = Runtime(self, reducer, self.access, self.auto)
         self.state = ChunkedState(self)
-        self.auto = AutoPlacement(self) if config.placement == "auto" else None
-        self.accumulation = Accumulation(self)
-
-    def _create(
-        self,
-        layout: ChunkLayout,
-        placement: ChunkPlacement,
-        parameters: Mapping[str, nn.Parameter],
-        reader: Reader | None,
-    ) -> None:
-        """Allocate a chunk, fill this rank's shard, and make the parameters views of the chunk."""
-        chunk = Chunk(layout, placement, self.memory, self.collectives)
-        values = torch.zeros(chunk.bounds.numel, dtype=layout.master_dtype)
-        for slot in layout.slots:
-            begin, end = chunk.bounds.owned(slot)
-            if begin < end:
-                if reader is None:
-                    source = parameters[slot.name].detach().reshape(-1)[begin:end]
-                else:
-                    source = reader(slot.name, begin, end)
-                chunk.bounds.view_of(slot, values).copy_(source.reshape(-1))
-        for slot in layout.slots:
-            chunk.weights.storage.add(slot, parameters[slot.name])
-            self.chunk_of[parameters[slot.name]] = chunk
-        chunk.master.fill(values)
-        self.chunks.append(chunk)
 
     def optimizer(self, inner: torch.optim.Optimizer) -> GeminiOptimizer:
         """Return an optimizer that steps the chunks with the parameter groups of a torch optimizer.
@@ -145,7 +76,7 @@ class GeminiEngine:
             )
         if self.auto is not None:
             self.auto.make_room()
-        optimizer = GeminiOptimizer(inner, self)
+        optimizer = GeminiOptimizer(inner, self.runtime, self.loss_scale)
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -156,6 +87,9 @@ class GeminiEngine:
         for chunk in self.chunks:
             chunk.free_states()
         self.memory.release_unused()
+
+    def _gradient_scale(self) -> float | Tensor:
+        return 1.0 if self.loss_scale is None else self.loss_scale.used
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss for backward: multiplied by the loss scale in float16, unchanged otherwise."""
@@ -171,15 +105,16 @@ class GeminiEngine:
         With ``reduce_once``, gradients are kept whole in float32, and reduced by the next pass outside of ``no_sync``.
         Without it, each pass reduces them and only this rank's shard is kept.
         """
-        return self.runtime.reducer.keeping_gradients(self.accumulation.keeps_gradients())
+        return self.runtime.reducer.keeping_gradients(self.runtime.accumulation.keeps_gradients())
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def move(self, plan: ChunkPlan) -> None:
         """Move chunks to the tiers of a plan, outside of backward passes; no value changes. A collective call."""
         if plan == self.plan:
+            self.plan = plan
             return
-        self.accumulation.make_room(plan)
+        self.runtime.accumulation.make_room(plan)
         self.access.close()
         self.runtime.gatherer.release()
         pairs = zip(self.chunks, plan.chunks, strict=True)
@@ -191,14 +126,6 @@ class GeminiEngine:
         self.plan, self.runtime.gatherer.budget = plan, plan.gathered_budget
         self.num_moves += 1
 
-    def check_can_step(self) -> None:
-        """Raise if an optimizer cannot step now."""
-        self.access.close()
-        if self.is_swapped:
-            raise RuntimeError("an optimizer stepped between swap_in and swap_out")
-        if self.runtime.is_in_backward:
-            raise RuntimeError("an optimizer stepped after a backward pass that did not end; call abort() first")
-
     def abort(self) -> None:
         """Forget an unfinished backward pass and all gradients."""
         self.runtime.abort()
@@ -208,43 +135,13 @@ class GeminiEngine:
         """Bytes on each tier and bytes moved."""
         return self.memory.ledger
 
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter in a chunk."""
-        return self.chunk_of[parameter].slots[parameter].name
-
     def whole_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, and copies of them in host memory, gathered chunk by chunk; a collective call."""
         self.access.close()
         for chunk in self.chunks:
-            yield from self._whole_parameters(chunk)
-
-    @torch.no_grad()
-    def full_parameter(self, name: str) -> Tensor:
-        """Return a copy of a whole parameter, in the type of the master weights if trained; a collective call."""
-        self.access.close()
-        parameter, chunk = next((p, chunk) for p, chunk in self.chunk_of.items() if chunk.slots[p].name == name)
-        return chunk.part_of(parameter, self._whole(chunk)).clone()
-
-    def _whole_parameters(self, chunk: Chunk) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        whole = self._whole(chunk).cpu()
-        for parameter in chunk.slots:
-            yield parameter, chunk.part_of(parameter, whole).clone()
-
-    def shown(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Return a copy of the whole weights that the networks compute with, as trained; a collective call."""
-        if self.is_swapped and chunk.is_trained:
-            return self._gathered(chunk, chunk.weights.shard).to(dtype)
-        return self._whole(chunk).to(dtype)
-
-    def _whole(self, chunk: Chunk) -> Tensor:
-        return self._gathered(chunk, chunk.master.tensor if chunk.is_trained else chunk.weights.shard)
-
-    def _gathered(self, chunk: Chunk, source: Tensor) -> Tensor:
-        whole = torch.empty(chunk.layout.numel, dtype=source.dtype, device=self.memory.device)
-        chunk.weights.wait()
-        self.collectives.shard(whole).copy_(source)
-        self.collectives.all_gather(whole, chunk.index).wait()
-        return whole
+            whole = self.whole(chunk).cpu()
+            for parameter in chunk.slots:
+                yield parameter, chunk.part_of(parameter, whole).clone()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -253,48 +150,36 @@ class GeminiEngine:
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
 
         Raises:
-            UsageError: The engine is closed, and its weights are freed; or a network has written its weights in its
-                forward, and nothing has raised for it yet.
+            UsageError: The engine is closed.
         """
-        if self.is_closed and self.chunks:
+        if self.is_closed:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
-        self.access.forwards.check_all()
         self.access.close()
         self.access.end()
         self.abort()
         for chunk in self.chunks:
-            for parameter, weight in self._whole_parameters(chunk):
-                parameter.data = weight
+            whole = self.whole(chunk).cpu()
+            for parameter in chunk.slots:
+                parameter.data = chunk.part_of(parameter, whole).clone()
             chunk.discard()
-        self.end()
-
-    def end(self) -> None:
-        """Remove the hooks and forget the chunks."""
-        self.access.end()
         self.close()
-        self.chunks.clear()
-        self.chunk_of.clear()
-
-    def release(self) -> None:
-        """Free temporarily gathered weights, for example after a validation run."""
-        self.runtime.gatherer.release()
-
-    def synchronize(self) -> None:
-        """Wait for all pending gathers and copies."""
-        for chunk in self.chunks:
-            chunk.weights.wait()
-        self.memory.wait_for_copies()
 
     def close(self) -> None:
-        """Remove the hooks and free all memory; reading parameters that are not whole on the fast tier raises."""
-        self.access.close()
+        """Remove the hooks and free all memory; parameters that got no other memory read as NaN."""
         self.is_closed = True
+        self.access.end()
         self.synchronize()
         self.runtime.reducer.drop()
         for chunk in self.chunks:
             chunk.discard()
         self.memory.release_unused()
         self.runtime.detach()
+        self.chunks.clear()
+        self.chunk_of.clear()
+
+    def release(self) -> None:
+        """Free temporarily gathered weights, for example after a validation run."""
+        self.runtime.gatherer.release()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters since the start: bytes by tier, bytes moved, gather hits and misses, bytes of collectives."""
@@ -307,3 +192,134 @@ class GeminiEngine:
             "reduced_bytes": self.collectives.reduced_bytes,
             **self.runtime.statistics,
         }
+
+
+class ChunkedState(ShardedState):
+    """Training state of an engine: the parameter ranges in this rank's shards of all chunks.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: GeminiEngine) -> None:
+        self._engine = engine
+
+    @override
+    def parameter_shards(self) -> list[ParameterShard]:
+        self._engine.access.close()
+        owned = []
+        for chunk, slot, parameter in self._slots():
+            begin, end = chunk.bounds.owned(slot)
+            if begin == end and slot.numel > 0:
+                continue
+            optimizer = self._optimizer_of(parameter)
+            states: dict[str, LazyTensor] = {}
+            scalars: dict[str, Any] = {}
+            if optimizer is not None and (progress := optimizer.stepper.progress.get(parameter)) is not None:
+                update = optimizer.stepper.update
+                for kind in optimizer.stepper.state_kinds(parameter):
+                    part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
+                    states[kind] = update.values(kind, part, end - begin)
+                scalars = update.scalars(progress)
+            master = chunk.bounds.view_of(slot, chunk.master.tensor)
+            owned.append(ParameterShard(slot.name, tuple(parameter.shape), begin, end, master, states, scalars))
+        return owned
+
+    @override
+    def optimizer_groups(self) -> OptimizerGroups:
+        return named_groups(self._engine.optimizers, self._names())
+
+    @override
+    def optimizer_names(self) -> list[str]:
+        return [optimizer_name(optimizer.inner) for optimizer in self._engine.optimizers]
+
+    @override
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
+        """Load weights, optimizer states and hyper-parameters; then refresh the compute weights.
+
+        Raises:
+            UsageError: The states belong to another optimizer, or to other groups.
+        """
+        self._check_not_swapped("load")
+        if groups is not None:
+            load_groups(self._engine.optimizers, self._names(), groups)
+        self._engine.synchronize()
+        for optimizer in self._engine.optimizers if groups is not None else ():
+            optimizer.adopt()  # the groups' settings have been loaded
+        for chunk, slot, parameter in self._slots():
+            begin, end = chunk.bounds.owned(slot)
+            if begin < end:
+                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master.tensor), begin, end)
+            if groups is not None:
+                self._load_states(chunk, slot, parameter, saved[slot.name], read)
+        for chunk in self._engine.trained_chunks:
+            chunk.master.refresh()
+
+    def _load_states(
+        self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedParameter, read: Read
+    ) -> None:
+        optimizer = self._optimizer_of(parameter)
+        if optimizer is None:
+            return
+        stepper, update = optimizer.stepper, optimizer.stepper.update
+        kinds = stepper.state_kinds(parameter)
+        has_states = bool(saved.states or saved.scalars)
+        progress = update.progress(saved.scalars) if has_states else None
+        if has_states and (set(kinds) != set(saved.states) or progress is None):
+            raise UsageError(
+                f"resume: the checkpoint holds {_listed(saved.states, saved.scalars)} of {slot.name}, and "
+                f"{type(optimizer.inner).__name__} keeps {_listed(kinds, update.scalar_names)}; resume with the "
+                "optimizer of the checkpoint, or start a new run from its weights with init_from="
+            )
+        stepper.progress.pop(parameter, None)
+        if progress is not None:
+            stepper.progress[parameter] = progress
+        begin, end = chunk.bounds.owned(slot)
+        for kind in kinds:
+            part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
+            if not has_states or begin == end:
+                part.zero_()
+                continue
+            values = part if update.joins_parameters else torch.empty(end - begin, device=part.device)
+            read(kind, slot.name, values, begin, end)
+            update.store(kind, part, values)
+
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        self._engine.access.close()
+        self._engine.release()
+        self._engine.synchronize()
+        for chunk in self._engine.trained_chunks:
+            chunk.master.swap_in(weights)
+        self._engine.is_swapped = True
+        return True
+
+    @override
+    def _restore(self, trained: bool) -> None:
+        self._engine.access.close()
+        self._engine.release()
+        self._engine.synchronize()
+        for chunk in self._engine.trained_chunks:
+            chunk.master.swap_out()
+        self._engine.is_swapped = False
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self._engine.trained.items()}
+
+    def _check_not_swapped(self, action: str) -> None:
+        self._engine.access.close()
+        if self._engine.is_swapped:
+            raise RuntimeError(f"{action} called between swap_in and swap_out")
+
+    def _slots(self) -> Iterator[tuple[Chunk, Slot, nn.Parameter]]:
+        for chunk in self._engine.trained_chunks:
+            for parameter, slot in chunk.slots.items():
+                yield chunk, slot, parameter
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
+
+
+def _listed(kinds: Iterable[str], scalars: Iterable[str]) -> str:
+    return ", ".join([*kinds, *scalars]) or "no states"

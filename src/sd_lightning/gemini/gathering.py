@@ -7,18 +7,15 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from sd_lightning.gemini.auto import spare_bytes
-from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.memory import spare_bytes
 from sd_lightning.gemini.placement import ChunkPlan, mib, whole_gradient_bytes
 from sd_lightning.gemini.weights import ChunkState
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +122,10 @@ class Reducer:
         """Chunks whose whole gradients are kept."""
         self.late: set[int] = set()
         """Chunks that got gradients on this rank outside of their units' backward, so that no unit reduces them."""
+        self.touched: set[nn.Parameter] = set()
+        """Parameters with gradients on this rank since the last optimizer step."""
+        self.version = 0
+        """Changes when a backward pass begins, or when gradients are dropped or changed."""
         self._under_way: deque[Chunk] = deque()
 
     def reduce(self, index: int) -> None:
@@ -185,6 +186,8 @@ class Reducer:
         self._under_way.clear()
         self.kept.clear()
         self.late.clear()
+        self.touched.clear()
+        self.version += 1
         for chunk in self.chunks:
             chunk.gradients.drop()
             chunk.weights.release()
@@ -292,12 +295,14 @@ class Accumulation:
     move to a plan without room for whole gradients, such as for a measurement, reduces the kept gradients first.
 
     Args:
-        engine: Owns the gradients.
+        chunked: The chunks.
+        reducer: Keeps their gradients.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
-        self._engine = engine
-        self._whole_bytes = whole_gradient_bytes(engine.layouts)
+    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer) -> None:
+        self._chunked = chunked
+        self._reducer = reducer
+        self._whole_bytes = whole_gradient_bytes(chunked.layouts)
         self._keeps: bool | None = None
         """The decision for the current step."""
         self._has_stepped = False
@@ -319,36 +324,35 @@ class Accumulation:
 
     def make_room(self, plan: ChunkPlan) -> None:
         """Reduce the kept gradients now if the new plan has no room for them; a collective call."""
-        engine = self._engine
-        if self._keeps and engine.config.reduce_once == "auto" and not plan.keeps_gradients:
-            engine.runtime.reducer.flush()
-            engine.runtime.reducer.keeps_gradients = self._keeps = False
+        if self._keeps and self._chunked.config.reduce_once == "auto" and not plan.keeps_gradients:
+            self._reducer.flush()
+            self._reducer.keeps_gradients = self._keeps = False
 
     def _decide(self) -> tuple[bool, str]:
         """Return the decision and a message about it; none before the first measurement."""
-        engine, mode = self._engine, self._engine.config.reduce_once
+        chunked, mode = self._chunked, self._chunked.config.reduce_once
         whole = mib(self._whole_bytes)
         if mode != "auto":
             once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
             each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
             return mode, once if mode else each
-        if engine.collectives.is_alone:
+        if chunked.collectives.is_alone:
             return False, "each micro-batch is added up at once: there are no other ranks to reduce over"
         spare = self._spare_bytes()
         if spare is None:
             return False, ""
-        keeps = self._whole_bytes <= spare if engine.auto is None else engine.plan.keeps_gradients
+        keeps = chunked.plan.keeps_gradients if chunked.config.placement == "auto" else self._whole_bytes <= spare
         once = f"micro-batches are reduced once, in float32: {whole} of the {mib(spare)} to spare"
         each = f"each micro-batch is reduced: whole gradients take {whole}, and {mib(max(spare, 0))} are to spare"
         return keeps, once if keeps else each
 
     def _spare_bytes(self) -> int | None:
         """Return the spare bytes of the fast tier on the rank with the least; None before the first measurement."""
-        engine = self._engine
-        if engine.auto is not None:
-            return engine.auto.spare_bytes
+        collectives = self._chunked.collectives
+        if self._chunked.config.placement == "auto":
+            return self._chunked.plan.spare_bytes
         if self._measured is None and self._has_stepped:
-            own = spare_bytes(engine.memory, engine.collectives.world_size)
-            least = engine.collectives.all_reduce(torch.tensor([own], dtype=torch.int64), dist.ReduceOp.MIN)
+            own = spare_bytes(self._chunked.memory, collectives.world_size)
+            least = collectives.all_reduce(torch.tensor([own], dtype=torch.int64), dist.ReduceOp.MIN)
             self._measured = int(least)
         return self._measured

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.memory import Arrival, Memory
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
-    from sd_lightning.gemini.optimizer import GeminiOptimizer
-    from sd_lightning.gemini.outside import OutsideAccess
+from sd_lightning.gemini.chunk import ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
 
 _READ = (
     "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
@@ -50,29 +45,25 @@ _ON_ITSELF: set[Any] = {
 """What needs no values."""
 OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
-THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-ALIASES: set[Any] = {Tensor.data.__get__, SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
-"""What returns the memory of a tensor, or replaces it."""
-RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-"""In-place functions that change the shape of a tensor, or its memory."""
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-_IN_PLACE.add("__setitem__")
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-_NUM_SUMS = 251
-"""A prime: values that change places change sums of bytes, too."""
-_NUM_WATCHED = 1
-"""Forward passes of a unit that are watched for writes, at the beginning of a run."""
 _APPLY = nn.Module._apply.__code__
 _MOVES: set[Any] = {Tensor.to, Tensor.cpu, Tensor.cuda}
 """What a module calls for each of its parameters to move to a device."""
 
 
+class WholeValues(Protocol):
+    """What guarded parameters ask for their values: :class:`~sd_lightning.gemini.outside.OutsideAccess`."""
+
+    is_active: bool
+    gradients: WholeGradients
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch with whole weights in place of parameters."""
+
+
 class GuardedParameter(nn.Parameter):
     """The class of a chunk's parameter, except while its unit's forward runs: its values are those of the engine."""
 
-    chunk_access: weakref.ref[OutsideAccess]
+    chunk_access: weakref.ref[WholeValues]
 
     @classmethod
     def __torch_function__(
@@ -127,20 +118,50 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
+class ChunkOptimizer(Protocol):
+    """An optimizer of chunks: :class:`~sd_lightning.gemini.optimizer.GeminiOptimizer`."""
+
+    inner: torch.optim.Optimizer
+
+    @property
+    def touched(self) -> set[nn.Parameter]:
+        """Its parameters that have gradients on any rank; a collective call."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has consumed the gradients of the last backward pass."""
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Return whether it steps a parameter."""
+
+
 class WholeGradients:
     """Gradients averaged over the ranks and added up since the last step, gathered on first touch.
 
     Args:
-        engine: The networks and their chunks.
+        chunked: The networks and their chunks.
+        reducer: Reduces the gradients.
+        optimizers: Those made so far, now and later.
+        scale: Returns the factor of gradients in chunks, without which they are shown.
         close: Writes back all that user code may have written.
     """
 
-    def __init__(self, engine: GeminiEngine, close: Callable[[], None]) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        chunked: ChunkedNetworks,
+        reducer: Reducer,
+        optimizers: Sequence[ChunkOptimizer],
+        scale: Callable[[], float | Tensor],
+        close: Callable[[], None],
+    ) -> None:
+        self._chunked = chunked
+        self._reducer = reducer
+        self._optimizers = optimizers
+        self._scale = scale
         self._close = close
         self.whole: dict[int, Tensor] = {}
         """By chunk: whole gradients that user code sees."""
-        self.touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
+        self.touched: dict[ChunkOptimizer, set[nn.Parameter]] = {}
         """By optimizer: parameters with gradients on any rank."""
 
     def read(self, parameter: nn.Parameter, *, is_asked_to_drop: bool) -> Tensor | None:
@@ -157,22 +178,22 @@ class WholeGradients:
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
         """Replace the gradient of a parameter."""
-        engine, optimizer = self._engine, self._optimizer_of(parameter)
+        chunked, optimizer = self._chunked, self._optimizer_of(parameter)
         if value is None:
             if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
                 self._close()
-                engine.chunk_of[parameter].gradients.forget(parameter)
-                engine.runtime.touched.discard(parameter)
-                engine.runtime.gradients_version += 1
+                chunked.chunk_of[parameter].gradients.forget(parameter)
+                self._reducer.touched.discard(parameter)
+                self._reducer.version += 1
             return
         if optimizer is None:
             raise UsageError(
-                f"Gemini got a gradient of {engine.name_of(parameter)} from outside, and no optimizer steps it; "
+                f"Gemini got a gradient of {chunked.name_of(parameter)} from outside, and no optimizer steps it; "
                 "expected a parameter of an optimizer"
             )
         if not self._has_gradient(parameter, optimizer):
-            engine.chunk_of[parameter].gradients.allocate()
-            engine.runtime.touched.add(parameter)
+            chunked.chunk_of[parameter].gradients.allocate()
+            self._reducer.touched.add(parameter)
             self.touched[optimizer].add(parameter)
         self._gathered(parameter).copy_(value)
 
@@ -185,142 +206,40 @@ class WholeGradients:
     def write_back(self, whole: Mapping[int, Tensor]) -> None:
         """Take over this rank's parts of whole gradients."""
         for index, gradients in whole.items():
-            accumulated = self._engine.chunks[index].gradients.accumulated
+            accumulated = self._chunked.chunks[index].gradients.accumulated
             if accumulated is not None:
-                accumulated.tensor.copy_(self._engine.collectives.shard(gradients) * self._scale)
+                accumulated.tensor.copy_(self._chunked.collectives.shard(gradients) * self._scale())
         if whole:
-            self._engine.runtime.gradients_version += 1
+            self._reducer.version += 1
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+    def _optimizer_of(self, parameter: nn.Parameter) -> ChunkOptimizer | None:
         if torch._C._current_graph_task_id() != OUTSIDE:
             raise UsageError(
-                f"Gemini got {self._engine.name_of(parameter)}.grad inside of a backward pass, where gradients are not "
-                "summed yet; use it in on_after_backward or on_before_optimizer_step"
+                f"Gemini got {self._chunked.name_of(parameter)}.grad inside of a backward pass, where gradients are "
+                "not summed yet; use it in on_after_backward or on_before_optimizer_step"
             )
-        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
+        return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
 
-    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
+    def _has_gradient(self, parameter: nn.Parameter, optimizer: ChunkOptimizer) -> bool:
         """Return whether a parameter has a gradient on any rank; a collective call."""
         if optimizer.has_stepped:
             raise UsageError(
-                f"Gemini got {self._engine.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
+                f"Gemini got {self._chunked.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
                 "stepped, which frees the gradients; use it between the backward pass and the step, in "
                 "on_after_backward or on_before_optimizer_step"
             )
         if optimizer not in self.touched:
-            self._engine.collectives.meet(f"touches {self._engine.name_of(parameter)}.grad")
+            self._chunked.collectives.meet(f"touches {self._chunked.name_of(parameter)}.grad")
             self.touched[optimizer] = set(optimizer.touched)
         return parameter in self.touched[optimizer]
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
-        engine, chunk = self._engine, self._engine.chunk_of[parameter]
+        chunked, chunk = self._chunked, self._chunked.chunk_of[parameter]
         if chunk.index not in self.whole:
-            engine.collectives.meet(f"touches {engine.name_of(parameter)}.grad")
+            chunked.collectives.meet(f"touches {chunked.name_of(parameter)}.grad")
             with torch.inference_mode(False), torch.no_grad():
                 chunk.gradients.wait_on_host()
                 accumulated = chunk.gradients.accumulated
                 assert accumulated is not None
-                whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
-                engine.collectives.shard(whole).copy_(accumulated.tensor)
-                engine.collectives.all_gather(whole, chunk.index).wait()
-                self.whole[chunk.index] = whole.div_(self._scale)
+                self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale())
         return chunk.part_of(parameter, self.whole[chunk.index])
-
-    @property
-    def _scale(self) -> float | Tensor:
-        """The factor of gradients in chunks, without which they are shown."""
-        return 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.used
-
-
-class ForwardWatch:
-    """Notice of weights that a unit has written in its forward, where they are a copy of those that are trained.
-
-    Args:
-        memory: Copies the results to the host.
-        name_of: Returns a parameter's name.
-    """
-
-    def __init__(self, memory: Memory, name_of: Callable[[nn.Parameter], str]) -> None:
-        self._memory = memory
-        self._name_of = name_of
-        self._num_watched: Counter[int] = Counter()
-        """By unit: forward passes that were watched."""
-        self._before: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
-        """By unit: gathered weights, and their digests when its forward began."""
-        self._after: dict[int, tuple[list[nn.Parameter], Tensor, Arrival]] = {}
-        """By unit: gathered weights, and whether its forward has written them; read a pass later."""
-
-    def begin(
-        self, unit: int, parameters: Sequence[nn.Parameter], is_trained_itself: Callable[[nn.Parameter], bool]
-    ) -> None:
-        """Watch a unit that is about to run, in its first passes."""
-        self._before.pop(unit, None)  # of a pass that raised
-        if self._num_watched[unit] < _NUM_WATCHED and torch.is_grad_enabled():
-            self._num_watched[unit] += 1
-            copies = [parameter for parameter in parameters if not is_trained_itself(parameter)]
-            if copies:
-                self._before[unit] = copies, digests(copies)
-
-    def end(self, unit: int) -> None:
-        """Compare the weights of a unit that has run."""
-        if unit in self._before:
-            copies, before = self._before.pop(unit)
-            self._after[unit] = copies, *self._memory.copy_to_host((digests(copies) != before).any(1))
-
-    def check(self, unit: int) -> None:
-        """Raise if the last watched pass of a unit has written its weights; the host waits for that pass.
-
-        Raises:
-            UsageError: It has.
-        """
-        if unit not in self._after:
-            return
-        copies, is_written, arrival = self._after.pop(unit)
-        arrival.wait()
-        for parameter in (each for each, written in zip(copies, is_written.tolist()) if written):
-            raise UsageError(
-                f"Gemini got {self._name_of(parameter)} written inside of its network's forward, where it is a "
-                "gathered copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make it "
-                "a buffer"
-            )
-
-    def check_all(self) -> None:
-        """Raise if any unit has written its weights; otherwise its next pass raises.
-
-        Raises:
-            UsageError: A unit has.
-        """
-        for unit in list(self._after):
-            self.check(unit)
-
-    def clear(self) -> None:
-        """Forget what was not checked."""
-        self._after.clear()
-
-
-def is_in_place(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch writes its first argument."""
-    name = func.__name__
-    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
-
-
-def digests(values: Sequence[Tensor]) -> Tensor:
-    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
-    return torch.stack([sums_of(each) for each in values])
-
-
-def sums_of(values: Tensor) -> Tensor:
-    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
-    flat = values.detach().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
-    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
-    sums[: flat.numel() - whole].add_(flat[whole:])
-    return sums
-
-
-def may_alias(result: Any, weight: Tensor) -> bool:
-    """Return whether user code may write a weight through what a function returned."""
-    return any(
-        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
-        for leaf in tree_leaves(result)
-    )

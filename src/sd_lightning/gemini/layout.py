@@ -265,8 +265,7 @@ def align(numel: int, multiple: int = ALIGNMENT) -> int:
 
 def pack_as_set(specs: Sequence[ParameterSpec], config: GeminiConfig, world_size: int) -> list[ChunkLayout]:
     """Pack parameters into chunks of the size in the settings; by default the one with the least padding."""
-    search = config.chunk_search or default_search(specs)
-    return pack(specs, config.chunk_numel or search_chunk_numel(specs, search, world_size), world_size)
+    return pack(specs, config.chunk_numel or best_chunk_numel(tuple(specs), world_size), world_size)
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:
@@ -284,65 +283,39 @@ def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> l
     """
     unit = ALIGNMENT * world_size
     chunk_numel = align(chunk_numel, unit)
-    open_chunks: dict[tuple[torch.dtype, bool], _OpenChunk] = {}
-    chunks: list[_OpenChunk] = []
+    open_of: dict[tuple[torch.dtype, bool], int] = {}
+    """By kind: the chunk that is being filled."""
+    chunks: list[tuple[tuple[torch.dtype, bool], list[Slot]]] = []
+    sizes: list[int] = []
+    """Of the chunks, as far as they are filled."""
     for spec in specs:
-        kind = (spec.dtype, spec.is_trained)
-        needed = align(spec.numel)
-        if needed > chunk_numel:
-            chunks.append(_OpenChunk(kind, [Slot(spec.name, 0, spec.numel)], needed))
-            continue
-        current = open_chunks.get(kind)
-        if current is None or current.used + needed > chunk_numel:
-            if current is not None:
-                current.numel = chunk_numel
-            current = open_chunks[kind] = _OpenChunk(kind, [], 0)
-            chunks.append(current)
-        current.slots.append(Slot(spec.name, current.used, spec.numel))
-        current.used += needed
+        kind, needed = (spec.dtype, spec.is_trained), align(spec.numel)
+        index = open_of.get(kind)
+        if needed > chunk_numel or index is None or sizes[index] + needed > chunk_numel:
+            if needed <= chunk_numel:
+                if index is not None:
+                    sizes[index] = chunk_numel
+                open_of[kind] = len(chunks)
+            index = len(chunks)
+            chunks.append((kind, []))
+            sizes.append(0)
+        chunks[index][1].append(Slot(spec.name, sizes[index], spec.numel))
+        sizes[index] += needed
     return [
-        ChunkLayout(index, *chunk.kind, tuple(chunk.slots), chunk.numel or align(max(chunk.used, 1), unit))
-        for index, chunk in enumerate(chunks)
+        ChunkLayout(index, *kind, tuple(slots), align(max(numel, 1), unit))
+        for index, ((kind, slots), numel) in enumerate(zip(chunks, sizes, strict=True))
     ]
 
 
-@dataclass
-class _OpenChunk:
-    kind: tuple[torch.dtype, bool]
-    slots: list[Slot]
-    used: int
-    numel: int = 0
-    """Final size, set when the next chunk is opened; 0 before."""
-
-
-def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
-    """Return the range of chunk sizes to search: up to about 100 chunks, of 16 Ki to 32 Mi elements.
-
-    The range is wide because few sizes pack a UNet's convolutions well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 %
-    at 18.8 Mi).
-    """
-    lower = min(max(sum(spec.numel for spec in specs) // 96, 2**14), 2**22)
-    return lower, 8 * lower
-
-
-def search_chunk_numel(
-    specs: Sequence[ParameterSpec], search: Sequence[int], world_size: int, *, candidates: int = 256
-) -> int:
-    """Return the chunk size with the least padding; the largest one in a tie.
-
-    Args:
-        specs: Parameters in the order of execution.
-        search: Smallest and largest size in elements.
-        world_size: Number of shards of a chunk.
-        candidates: Number of sizes to try, evenly spread.
-    """
-    return _searched(tuple(specs), (search[0], search[1]), world_size, candidates)  # a configuration has a list
-
-
 @functools.lru_cache(maxsize=8)  # the planner asks for the same weights in many placements
-def _searched(specs: tuple[ParameterSpec, ...], search: tuple[int, int], world_size: int, candidates: int) -> int:
+def best_chunk_numel(specs: tuple[ParameterSpec, ...], world_size: int) -> int:
+    """Return the chunk size with the least padding, of about 256; the largest one in a tie.
+
+    They leave up to about 100 chunks, of 16 Ki to 32 Mi elements. The range is wide because few sizes pack a UNet's
+    convolutions well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 % at 18.8 Mi).
+    """
     unit = ALIGNMENT * world_size
-    lower, upper = align(search[0], unit), align(search[1], unit)
-    stride = max(align((upper - lower) // max(candidates - 1, 1), unit), unit)
-    sizes = range(lower, upper + 1, stride)
+    least = min(max(sum(spec.numel for spec in specs) // 96, 2**14), 2**22)
+    lower, upper = align(least, unit), align(8 * least, unit)
+    sizes = range(lower, upper + 1, max(align((upper - lower) // 255, unit), unit))
     return min(sizes, key=lambda size: (sum(chunk.padding for chunk in pack(specs, size, world_size)), -size))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import re
+import sys
 import tempfile
 import time
 import weakref
@@ -368,3 +370,53 @@ class Memory:
                     f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
                 ) from error
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+_USABLE = 0.9
+"""Usable part of the fast tier. The rest is for fragmentation and collective buffers, as with ``memory_cap=0.9``."""
+_peaks: dict[torch.device, int] = {}
+"""By device: the allocator's peak before probes reset it; global, like the allocator's statistics."""
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
+    return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
+
+
+def reset_peak_allocated(device: torch.device) -> None:
+    """Reset the allocator's peak, and remember it."""
+    _peaks[device] = peak_allocated(device)
+    torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_resident() -> int | None:
+    """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
+    if sys.platform == "win32":
+        return None
+    status = Path("/proc/self/status")  # ru_maxrss also counts what the process that started this one held
+    own = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.is_file() else "", re.MULTILINE)
+    if own is not None:
+        return 1024 * int(own[1])
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def fast_tier_bytes(device: torch.device, world_size: int) -> int:
+    """Return the bytes of a rank's fast tier: its accelerator's memory, or its share of the host memory."""
+    if device.type == "cpu":
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def spare_bytes(memory: Memory, world_size: int) -> int:
+    """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
+    if not memory.on_accelerator:
+        peak = peak_resident()
+        return 0 if peak is None else int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
+    module = torch.get_device_module(memory.device)
+    free, _ = module.mem_get_info(memory.device)
+    reachable = free + module.memory_reserved(memory.device)
+    return int(_USABLE * reachable) - peak_allocated(memory.device)

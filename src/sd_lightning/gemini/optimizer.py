@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.stepper import GradientAgreement, Stepper
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
+from sd_lightning.gemini.chunk import ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
+from sd_lightning.gemini.runtime import Runtime
+from sd_lightning.gemini.stepper import Stepper, step_devices
+from sd_lightning.gemini.updates import update_of
 
 
 class LossScale:
     """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
 
-    The defaults are those of ``torch.amp.GradScaler``. The numbers live on the device, so that a step need not wait for
-    them; reading one waits.
+    Its numbers and defaults are those of ``torch.amp.GradScaler``. They live on the device, so that a step need not
+    wait for them; reading one waits.
 
     Args:
         device: Of the chunks.
     """
 
+    growth_interval = 2000
+    """Steps without overflow after which the scale doubles."""
+
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.growth_factor = 2.0
-        self.backoff_factor = 0.5
-        self.growth_interval = 2000
-        """Steps without overflow after which the scale grows."""
         self._value = torch.full((), 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), device=device)
@@ -43,25 +43,6 @@ class LossScale:
         self._good_steps_before = self._good_steps.clone()
         self._found_inf = torch.zeros_like(self._value)
         """1 if one of these optimizers overflowed; the scale changes once for all of them."""
-
-    @property
-    def value(self) -> float:
-        """The scale of the next loss."""
-        return float(self._value)
-
-    @value.setter
-    def value(self, value: float) -> None:
-        self._value.fill_(value)
-
-    @property
-    def good_steps(self) -> int:
-        """Steps since the last change."""
-        return int(self._good_steps)
-
-    @property
-    def skipped(self) -> int:
-        """Optimizer steps skipped because of an overflow."""
-        return int(self._skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss for backward."""
@@ -75,26 +56,97 @@ class LossScale:
         self._found_inf = torch.maximum(self._found_inf, found_inf)
         self._value.copy_(self.used)
         self._good_steps.copy_(self._good_steps_before)
-        torch._amp_update_scale_(
-            self._value,
-            self._good_steps,
-            self._found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
+        torch._amp_update_scale_(self._value, self._good_steps, self._found_inf, 2.0, 0.5, self.growth_interval)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and its settings as plain numbers."""
-        names = ("value", "growth_factor", "backoff_factor", "growth_interval", "good_steps", "skipped")
-        return {name: getattr(self, name) for name in names}
+        """Return plain numbers: the scale, the steps since it changed, and the steps skipped because of overflows."""
+        return {"value": float(self._value), "good_steps": int(self._good_steps), "skipped": int(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load what :meth:`state_dict` returned, of this or an earlier release."""
-        for name in ("growth_factor", "backoff_factor", "growth_interval", "value"):
-            setattr(self, name, state.get(name, getattr(self, name)))
-        self._good_steps.fill_(min(int(state.get("good_steps", 0)), self.growth_interval - 1))
-        self._skipped.fill_(int(state.get("skipped", 0)))
+        """Load what :meth:`state_dict` returned."""
+        self._value.fill_(state["value"])
+        self._good_steps.fill_(int(state["good_steps"]))
+        self._skipped.fill_(int(state["skipped"]))
+
+
+class GradientAgreement:
+    """Agreement of all ranks on the gradients of one optimizer, cached until the gradients change.
+
+    Args:
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
+        stepper: Steps the parameters.
+    """
+
+    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer, stepper: Stepper) -> None:
+        self.touched: set[nn.Parameter] | None = None
+        """The optimizer's parameters that have gradients on any rank; None if unknown."""
+        self.norm: Tensor | None = None
+        """The 2-norm of the gradients over all ranks; None if unknown. In float64, on the device if that decides."""
+        self._chunked = chunked
+        self._reducer = reducer
+        self._stepper = stepper
+        self._version = -1
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if the norm, and so a gradient, is not finite, else 0."""
+        assert self.norm is not None
+        return (~self.norm.isfinite()).float()
+
+    def reset(self) -> None:
+        """Forget the agreement, after the gradients were consumed."""
+        self.touched, self.norm = None, None
+
+    def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
+        """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
+        chunked, reducer, trained = self._chunked, self._reducer, list(self._chunked.trained.values())
+        is_agreed = self.touched is not None and self._version == reducer.version
+        if not chunked.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
+            is_agreed = False  # another rank may have got late gradients meanwhile
+        if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
+            return self.touched
+        reducer.flush()
+        late = [chunk.index in reducer.late for chunk in chunked.chunks]
+        on_device = self._stepper.decides_on_device
+        own = [
+            self._sum_on_host() if with_norm and not on_device else 0.0,
+            *late,
+            *(p in reducer.touched for p in trained),
+        ]
+        values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
+        late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
+        if late_anywhere:
+            reducer.flush(late_anywhere)
+            return self.reach(with_norm=with_norm)
+        # From here on ``touched`` is the same on all ranks, also for parameters of other optimizers.
+        reducer.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
+        self._version = reducer.version
+        self.touched = reducer.touched.intersection(self._stepper.group_of)
+        self.norm = None
+        if with_norm and on_device:
+            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=chunked.memory.device)]
+            self.norm = chunked.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
+        elif with_norm:
+            self.norm = values[0].sqrt()
+        return self.touched
+
+    def _squares(self) -> list[Tensor]:
+        """Return sums of squares of this rank's gradients: in at least float32 per range, each then in float64."""
+        squares = []
+        for gradient in self._stepper.gradients():
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            squares.append(gradient.square().sum(dtype=dtype).double())
+        return squares
+
+    def _sum_on_host(self) -> float:
+        """Return their sum, with one transfer per device."""
+        squares = self._squares()
+        sums = torch.zeros(len(squares), dtype=torch.float64)
+        for device in {square.device for square in squares}:
+            indices = [index for index, square in enumerate(squares) if square.device == device]
+            sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
+        return float(sums.sum())
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -105,43 +157,40 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: An elementwise optimizer over trained parameters of the engine.
-        engine: Owns the chunks.
+        runtime: Computes the gradients.
+        loss_scale: The factor of the gradients.
 
     Raises:
         UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, runtime: Runtime, loss_scale: LossScale | None) -> None:
         self.inner = inner
         self.optimizer = inner
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
-        self._is_built = False
-        self._groups: list[dict[str, Any]] = []
-        self.stepper = Stepper(inner, engine)
+        self.stepper = Stepper(inner, runtime.chunked, update_of(inner, step_devices(runtime.chunked)))
         inner.state.clear()  # some constructors create states of whole parameters
-        super().__init__(inner.param_groups, inner.defaults)
-        self._engine = engine
-        self._scaler = engine.loss_scale
-        self._agreement = GradientAgreement(engine, self.stepper)
+        self.__setstate__({"state": inner.state, "defaults": inner.defaults})  # instead of groups of its own
+        self._runtime = runtime
+        self._reducer = runtime.reducer
+        self._scaler = loss_scale
+        self._agreement = GradientAgreement(runtime.chunked, runtime.reducer, self.stepper)
         self._clip: Tensor | None = None
         self._found_inf: Tensor | None = None
         self._aborts_before_clip = 0
         self._stepped_version: int | None = None
         """The version of the gradients that the last step consumed."""
         self.adopt()
-        self._is_built = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the user's optimizer; a callback that resumes may replace them."""
-        return self.inner.param_groups if self._is_built else self._groups
+        return self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._groups = groups
-        if self._is_built:
-            self.inner.param_groups = groups
-            self.adopt()
+        self.inner.param_groups = groups
+        self.adopt()
 
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.
@@ -159,9 +208,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: The engine does not train them: they were frozen when it was made.
         """
-        if not self._is_built:
-            super().add_param_group(param_group)  # in the constructor
-            return
         self.inner.add_param_group(param_group)
         try:
             self.adopt()
@@ -169,8 +215,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for parameter in self.param_groups[-1]["params"]:
-            self._engine.chunk_of[parameter].gradients.forget(parameter)
-            self._engine.runtime.touched.discard(parameter)
+            self._runtime.chunked.chunk_of[parameter].gradients.forget(parameter)
+            self._reducer.touched.discard(parameter)
 
     @property
     def touched(self) -> set[nn.Parameter]:
@@ -180,7 +226,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def has_stepped(self) -> bool:
         """Whether a step has consumed the gradients of the last backward pass."""
-        return self._stepped_version == self._engine.runtime.gradients_version
+        return self._stepped_version == self._reducer.version
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
@@ -203,11 +249,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
-        self._engine.accumulation.end_step()
+        self._runtime.accumulation.end_step()
         overflowed = None if scaler is None else self._agreement.found_inf
         if self.stepper.decides_on_device:
             reasons = [each for each in (overflowed, self._found_inf) if each is not None]
@@ -217,7 +263,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if scaler is not None and overflowed is not None:
             scaler.update(overflowed)
         self._forget()
-        self._stepped_version = self._engine.runtime.gradients_version
+        self._stepped_version = self._reducer.version
         return loss
 
     def skip_if(self, found_inf: Tensor) -> bool:
@@ -233,8 +279,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
-        self._engine.runtime.recover()
-        self._engine.access.close()
+        self._runtime.recover()
+        self._runtime.access.close()
         self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
@@ -268,13 +314,13 @@ class GeminiOptimizer(torch.optim.Optimizer):
         norm, before = self.grad_norm(), self._pending_clip
         coefficient = (float(max_norm) / (norm.double() + 1e-6)).clamp(max=1.0)
         self._clip = coefficient if before is None else before * coefficient
-        self._aborts_before_clip = self._engine.runtime.statistics["aborted"]
+        self._aborts_before_clip = self._runtime.statistics["aborted"]
         return norm
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self._agreement.reach(with_norm=True)
         norm = self._agreement.norm
         assert norm is not None
@@ -289,7 +335,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
-        self._engine.check_can_step()
+        self._runtime.check_can_step()
         self._agreement.reach(with_norm=self._scaler is not None)
         bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
         if self._scaler is not None:
@@ -314,20 +360,20 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def _pending_clip(self) -> Tensor | None:
         """The factor of norm clipping for the next step; None if there is none, or gradients were aborted since."""
-        return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else None
+        return self._clip if self._aborts_before_clip == self._runtime.statistics["aborted"] else None
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
-        runtime = self._engine.runtime
-        runtime.touched.difference_update(self.stepper.group_of)
+        reducer = self._reducer
+        reducer.touched.difference_update(self.stepper.group_of)
         for chunk in self.stepper.chunks:
             # Another optimizer may have gradients in the chunk, unless none of its parameters has one on any rank.
-            may_be_touched = self._agreement.touched is None or not runtime.touched.isdisjoint(chunk.slots)
+            may_be_touched = self._agreement.touched is None or not reducer.touched.isdisjoint(chunk.slots)
             if may_be_touched and not all(map(self.owns, chunk.slots)):
                 for parameter in filter(self.owns, chunk.slots):
                     chunk.gradients.forget(parameter)
             else:
                 chunk.gradients.drop()
-                runtime.reducer.late.discard(chunk.index)
+                reducer.late.discard(chunk.index)
         self._agreement.reset()
         self._clip = self._found_inf = None

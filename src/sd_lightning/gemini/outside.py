@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,28 +18,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.guarded import (
-    ALIASES,
-    OUTSIDE,
-    RESHAPING,
-    SET_DATA,
-    THAWS,
-    ForwardWatch,
-    GuardedParameter,
-    WholeGradients,
-    digests,
-    is_in_place,
-    may_alias,
-    sums_of,
-)
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.gathering import Reducer
+from sd_lightning.gemini.guarded import OUTSIDE, ChunkOptimizer, GuardedParameter, WholeGradients
 from sd_lightning.gemini.weights import ChunkState
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 _NUM_CHECKED = 16
 """Writes that are compared between the ranks, and views of a weight that are watched for writes, when a run begins."""
+_THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ALIASES: set[Any] = {Tensor.data.__get__, _SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+"""What returns the memory of a tensor, or replaces it."""
+_RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+"""In-place functions that change the shape of a tensor, or its memory."""
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE.add("__setitem__")
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_NUM_SUMS = 251
+"""A prime: values that change places change sums of bytes, too."""
 _READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
 
 
@@ -63,14 +60,23 @@ class OutsideAccess:
     Touching a parameter is collective: all ranks do it in the same order, as they do in hooks that no rank skips.
 
     Args:
-        engine: The networks and their chunks.
-        dtype: The type in which trained weights are shown; by default that of the master weights.
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
+        optimizers: Those made so far, now and later.
+        scale: Returns the factor of gradients in chunks, without which they are shown.
     """
 
-    def __init__(self, engine: GeminiEngine, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        chunked: ChunkedNetworks,
+        reducer: Reducer,
+        optimizers: Sequence[ChunkOptimizer],
+        scale: Callable[[], float | Tensor],
+    ) -> None:
+        self.dtype: torch.dtype | None = None
+        """The type in which trained weights are shown; by default that of the master weights."""
         self.is_active = True
-        self._engine = engine
+        self._chunked = chunked
         self._weights: dict[int, Tensor] = {}
         """By chunk: whole weights that user code sees."""
         self._shown: dict[nn.Parameter, Tensor] = {}
@@ -81,13 +87,16 @@ class OutsideAccess:
         """Sums of resident weights that user code has views of: other values may take their place."""
         self._num_checks: Counter[nn.Parameter] = Counter()
         """Comparisons of these sums."""
-        self.gradients = WholeGradients(engine, self.close)
+        self.gradients = WholeGradients(chunked, reducer, optimizers, scale, self.close)
         self._num_written = 0
-        self.forwards = ForwardWatch(engine.memory, engine.name_of)
+        self._known_units: set[int] = set()
+        """Units whose first forward pass was watched for writes."""
+        self._before_forward: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
+        """By unit that is watched: weights that are copies of those that are trained, and their digests."""
         own = weakref.ref(self)
-        for parameter in engine.chunk_of:
+        for parameter in chunked.chunk_of:
             parameter.chunk_access = own  # type: ignore[attr-defined]
-        self.guard(engine.chunk_of)
+        self.guard(chunked.chunk_of)
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Show whole values of parameters from now on."""
@@ -99,25 +108,48 @@ class OutsideAccess:
         for parameter in parameters:
             parameter.__class__ = nn.Parameter
 
-    def begin_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Expose the parameters of a unit that is about to run."""
+    def begin_forward(self, unit: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Expose the parameters of a unit that is about to run, and watch its first pass for writes."""
         self.expose(parameters)
-        if torch._C._current_graph_task_id() == OUTSIDE:
-            self.forwards.check(index)
-        self.forwards.begin(index, parameters, self._is_direct)
+        self._before_forward.pop(unit, None)  # of a pass that raised
+        if unit not in self._known_units and torch.is_grad_enabled():
+            self._known_units.add(unit)
+            if copies := [parameter for parameter in parameters if not self._is_direct(parameter)]:
+                self._before_forward[unit] = copies, _digests(copies)
+
+    def end_forward(self, unit: int) -> None:
+        """Raise if the first pass of a unit has written weights that are copies of those that are trained.
+
+        Raises:
+            UsageError: It has.
+        """
+        if unit not in self._before_forward:
+            return
+        copies, before = self._before_forward.pop(unit)
+        is_written = (_digests(copies) != before).any(1).tolist()
+        if any(is_written):
+            name = self._name(copies[is_written.index(True)])
+            raise UsageError(
+                f"Gemini got {name} written inside of its network's forward, where it is a gathered copy, so that the "
+                "change would be lost; write it in a hook (on_train_batch_end), or make it a buffer"
+            )
 
     def end(self) -> None:
         """Make all parameters ordinary ones for good."""
         self.is_active = False
-        self.expose(self._engine.chunk_of)
-        for parameter in self._engine.chunk_of:
+        self.expose(self._chunked.chunk_of)
+        for parameter in self._chunked.chunk_of:
             vars(parameter).pop("chunk_access", None)
-        self._weights.clear()
-        self._shown.clear()
-        self._aliased.clear()
         self._watched.clear()
-        self.gradients.release()
-        self.forwards.clear()
+        self._release()
+        self._before_forward.clear()
+
+    def _release(self) -> tuple[dict[int, Tensor], set[int], dict[int, Tensor]]:
+        """Let go of what user code holds; return whole weights, chunks it may have written, and whole gradients."""
+        released = self._weights, self._aliased, self.gradients.release()
+        self._weights, self._aliased = {}, set()
+        self._shown.clear()
+        return released
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -136,27 +168,27 @@ class OutsideAccess:
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch with whole weights in place of parameters."""
         first = args[0] if args else None
-        if func in THAWS:
+        if func in _THAWS:
             self._check_thaw(first, *args[1:], **kwargs)
         parameters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
-        written = [p for p in tree_leaves(first) if isinstance(p, GuardedParameter)] if is_in_place(func) else []
+        written = [p for p in tree_leaves(first) if isinstance(p, GuardedParameter)] if _is_in_place(func) else []
         is_initial = getattr(func, "__module__", "") == nn.init.__name__  # without gradients inside
         needs_gradients = torch.is_grad_enabled() and not is_initial
         is_refused = needs_gradients and any(leaf.requires_grad for leaf in written)
-        is_kept = func in THAWS or is_refused  # torch refuses to write leaves that need gradients
+        is_kept = func in _THAWS or is_refused  # torch refuses to write leaves that need gradients
         if not is_kept and isinstance(first, GuardedParameter) and self._takes_memory(func, first, args):
             self._replace(first, args[1])
             return first
         if is_kept or all(self._is_direct(parameter) for parameter in parameters):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_alias = func in ALIASES or not needs_gradients
+        is_alias = func in _ALIASES or not needs_gradients
         is_local = not is_alias and all(
-            self._engine.chunk_of[parameter].weights.is_resident for parameter in parameters
+            self._chunked.chunk_of[parameter].weights.is_resident for parameter in parameters
         )
         shown: dict[nn.Parameter, Tensor] = {}
         for parameter in parameters:
-            chunk = self._engine.chunk_of[parameter]
+            chunk = self._chunked.chunk_of[parameter]
             if is_local and chunk.index not in self._weights:  # no other rank is needed, for a loss of this rank's own
                 chunk.weights.settle()  # the last step may still be on its way to them
                 shown[parameter] = parameter
@@ -169,7 +201,7 @@ class OutsideAccess:
             result = func(*args, **kwargs)
             for (each, tensor), version in zip(shown.items(), before):
                 is_written = tensor._version != version
-                if not is_alias and (is_written or may_alias(result, tensor)):
+                if not is_alias and (is_written or _may_alias(result, tensor)):
                     self._note_alias(each, tensor, is_written=is_written)
         return first if isinstance(first, GuardedParameter) and written and result is shown[first] else result
 
@@ -188,37 +220,29 @@ class OutsideAccess:
             self._watched.clear()
         if not self.is_open:
             return
-        engine, weights, gradients = self._engine, self._weights, self.gradients.release()
         recorded = next((each for each in self._shown if self._is_recorded(each)), None)
-        self._weights = {}
-        self._shown.clear()
-        aliased, self._aliased = sorted(self._aliased), set()
+        weights, aliased, gradients = self._release()
         if recorded is not None:
             raise self._lost(recorded)
-        written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
-        self._compare(aliased, weights, written)
+        written = [i for i in sorted(aliased) if self._write_back(self._chunked.chunks[i], weights[i])]
+        self._compare(sorted(aliased), weights, written)
         self.gradients.write_back(gradients)
 
     def _whole(self, parameter: nn.Parameter, *, is_aliased: bool) -> Tensor:
         """Return the part of the whole weights that is one parameter; gather them on first touch."""
-        chunk = self._engine.chunk_of[parameter]
-        if self._engine.is_closed:
-            raise UsageError(
-                f"Gemini got {self._name(parameter)} to read after close(), when nothing gathers it; call restore() "
-                "instead of close()"
-            )
+        chunk = self._chunked.chunk_of[parameter]
         if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
-            self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
+            self._chunked.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
         if chunk.index not in self._weights:
-            watched = [each for each in self._watched if self._engine.chunk_of[each] is chunk]
+            watched = [each for each in self._watched if self._chunked.chunk_of[each] is chunk]
             if watched:
                 self._check_watched(watched)
                 with torch._C.DisableTorchFunctionSubclass():  # what is written from now on would be written over
-                    self._watched.update({each: sums_of(each) for each in watched})
+                    self._watched.update({each: _sums_of(each) for each in watched})
             layout = chunk.layout
             dtype = self.dtype or layout.master_dtype if chunk.is_trained else layout.dtype
             with torch.inference_mode(False), torch.no_grad():
-                self._weights[chunk.index] = self._engine.shown(chunk, dtype)
+                self._weights[chunk.index] = self._chunked.whole(chunk, as_swapped=True).to(dtype)
         if is_aliased:
             self._aliased.add(chunk.index)
         shown = self._shown.get(parameter)
@@ -239,7 +263,7 @@ class OutsideAccess:
         elif is_written and self._is_copy(parameter):
             raise self._lost(parameter)
         elif parameter not in self._watched and self._num_checks[parameter] < _NUM_CHECKED:
-            self._watched[parameter] = sums_of(parameter)
+            self._watched[parameter] = _sums_of(parameter)
 
     def _is_recorded(self, parameter: nn.Parameter) -> bool:
         """Return whether autograd has recorded a write into a whole weight: it is no longer a plain reading."""
@@ -249,12 +273,12 @@ class OutsideAccess:
     def _check_watched(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise if user code has written resident weights, and other values take their place."""
         open_ones = self._weights
-        lost = [each for each in parameters if self._is_copy(each) or self._engine.chunk_of[each].index in open_ones]
+        lost = [each for each in parameters if self._is_copy(each) or self._chunked.chunk_of[each].index in open_ones]
         if not lost:
             return
         with torch._C.DisableTorchFunctionSubclass():
             differs = torch.stack(
-                [(sums_of(parameter) != self._watched[parameter]).any() for parameter in lost]
+                [(_sums_of(parameter) != self._watched[parameter]).any() for parameter in lost]
             ).tolist()
         if any(differs):
             self._watched.clear()
@@ -268,11 +292,9 @@ class OutsideAccess:
 
     def _takes_memory(self, func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
         """Return whether a function gives a parameter the memory of another tensor; raise if it changes its shape."""
-        if self._engine.is_closed:
-            return False  # the parameters have the memory now
-        if func == SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
+        if func == _SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
             return True
-        if func.__name__ in RESHAPING:
+        if func.__name__ in _RESHAPING:
             raise UsageError(
                 f"Gemini got {self._name(parameter)}.{func.__name__}(), which changes its shape or its memory; "
                 "expected a write of other values (p.data.copy_(values)): parameters in chunks keep their sizes"
@@ -299,25 +321,23 @@ class OutsideAccess:
 
     def _is_direct(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter's own memory is what is trained, and whole, or what a backward pass reads."""
-        chunk = self._engine.chunk_of[parameter]
+        chunk = self._chunked.chunk_of[parameter]
         weights = chunk.weights
         if torch._C._current_graph_task_id() != OUTSIDE and weights.state in _READABLE:
             return not chunk.gradients.has_overwritten(parameter)
-        if self._engine.is_closed:
-            return weights.is_resident  # the parameters have the memory now
-        is_whole = weights.is_resident and self._engine.collectives.world_size == 1
+        is_whole = weights.is_resident and self._chunked.collectives.world_size == 1
         return is_whole and (weights.is_master or not weights.layout.is_trained)
 
     def _is_copy(self, parameter: nn.Parameter) -> bool:
         """Return whether the next step overwrites what user code writes into the parameter's own memory."""
-        chunk = self._engine.chunk_of[parameter]
-        return chunk.is_trained and not chunk.weights.is_master and not self._engine.is_swapped
+        chunk = self._chunked.chunk_of[parameter]
+        return chunk.is_trained and not chunk.weights.is_master and not self._chunked.is_swapped
 
     def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
         """Take over this rank's part of whole weights; return whether it has changed."""
-        weights, is_swapped = chunk.weights, self._engine.is_swapped
+        weights, is_swapped = chunk.weights, self._chunked.is_swapped
         target = chunk.master.tensor if chunk.is_trained and not is_swapped else weights.shard
-        new = self._engine.collectives.shard(whole).to(target.device)
+        new = self._chunked.collectives.shard(whole).to(target.device)
         old = target.to(new.dtype)
         changed = (new != old) & ~(new.isnan() & old.isnan())
         has_changed = bool(changed.any())
@@ -334,16 +354,16 @@ class OutsideAccess:
 
     def _compare(self, aliased: Sequence[int], weights: Mapping[int, Tensor], written: Sequence[int]) -> None:
         """Raise if the ranks have written different weights: each keeps the part that it owns."""
-        engine = self._engine
-        if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
+        collectives = self._chunked.collectives
+        if not aliased or collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
             return
-        sums = digests([weights[index] for index in aliased]).tolist()
-        if engine.collectives.agree(repr((list(aliased), sums))):
+        sums = _digests([weights[index] for index in aliased]).tolist()
+        if collectives.agree(repr((list(aliased), sums))):
             # A write may lie in the part of one rank: all must count the same, to come here equally often.
-            any_rank = engine.collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
+            any_rank = collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
             self._num_written += int(any_rank)
             return
-        names = engine.chunks[(written or aliased)[0]].layout.slots
+        names = self._chunked.chunks[(written or aliased)[0]].layout.slots
         raise UsageError(
             f"Gemini: the ranks have written different weights in a hook (among {names[0].name} and what shares its "
             "chunk); expected the same on every rank: write without asking for the rank, with the same random numbers"
@@ -351,7 +371,7 @@ class OutsideAccess:
 
     def _check_thaw(self, parameter: Any, value: bool = True, **kwargs: Any) -> None:
         is_thawed = kwargs.get("requires_grad", value)
-        if is_thawed and not self._engine.chunk_of[parameter].is_trained:
+        if is_thawed and not self._chunked.chunk_of[parameter].is_trained:
             raise UsageError(
                 f"Gemini got {self._name(parameter)}.requires_grad = True during the run, a weight that was frozen "
                 "when the run began and is not trained; let the callback BaseFinetuning (BackboneFinetuning) unfreeze "
@@ -359,4 +379,32 @@ class OutsideAccess:
             )
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return self._engine.name_of(parameter)
+        return self._chunked.name_of(parameter)
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch writes its first argument."""
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
+
+
+def _may_alias(result: Any, weight: Tensor) -> bool:
+    """Return whether user code may write a weight through what a function returned."""
+    return any(
+        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(result)
+    )
+
+
+def _digests(values: Sequence[Tensor]) -> Tensor:
+    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
+    return torch.stack([_sums_of(each) for each in values])
+
+
+def _sums_of(values: Tensor) -> Tensor:
+    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
+    flat = values.detach().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
+    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
+    sums[: flat.numel() - whole].add_(flat[whole:])
+    return sums

@@ -149,9 +149,9 @@ class Calls:
             for route in self.routes:
                 route.learn()
             return None
-        everyone: list[list[tuple[int, ...]]] = [[]] * collectives.world_size
-        dist.all_gather_object(everyone, own, group=collectives.group)
-        nodes = reduce(merged, everyone)
+        orders: list[list[tuple[int, ...]]] = [[]] * collectives.world_size
+        dist.all_gather_object(orders, own, group=collectives.group)
+        nodes = reduce(merged, orders)
         places = iter(enumerate(nodes))
         for group, units in zip(at_nodes, own, strict=True):
             number = next(number for number, others in places if others == units)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -142,6 +142,8 @@ class ChunkPlan:
     """Bytes of temporarily gathered weights."""
     keeps_gradients: bool = False
     """Whether ``placement=auto`` has room to keep whole gradients from one micro-batch to the next."""
+    spare_bytes: int | None = field(default=None, compare=False)
+    """Bytes that ``placement=auto`` leaves free beside chunks, activations and the largest unit."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:
         """Describe how many chunks are on which tier."""
@@ -206,6 +208,19 @@ class Demand:
     """Type in which whole gradients are sent to be summed, if that may be wider than the compute type."""
 
 
+def held_bytes(
+    layout: ChunkLayout, place: ChunkPlacement, state_bytes: int, world_size: int
+) -> Iterator[tuple[Tier, str, int]]:
+    """Yield (tier, content, bytes) of one rank's part of a chunk, with its reduced gradients."""
+    shard = layout.numel // world_size
+    master = shard * layout.master_dtype.itemsize
+    yield place.param_tier, "weights", (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
+    if layout.is_trained:
+        yield place.optim_tier, "master weights", 0 if place.aliases_master(layout) else master
+        yield place.optim_tier, "optimizer states", state_bytes
+        yield place.step_tier, "gradients", master
+
+
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the peak bytes of chunks on the fast tier in a step, with the smallest gathered budget.
 
@@ -214,18 +229,12 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
     states. Once: the largest temporarily gathered unit, and the whole gradients being reduced, in the type in which
     they are sent.
     """
-    world_size = demand.world_size
-    total = 0
-    for layout, place, state_bytes in zip(layouts, placements, demand.state_bytes, strict=True):
-        shard = layout.numel // world_size
-        master = layout.master_dtype.itemsize
-        if place.param_tier is Tier.FAST:
-            total += (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
-        if layout.is_trained and place.optim_tier is Tier.FAST:
-            total += shard * master * (1 if place.aliases_master(layout) else 2) + state_bytes
+    chunks = zip(layouts, placements, demand.state_bytes, strict=True)
+    held = (part for chunk in chunks for part in held_bytes(*chunk, demand.world_size))
+    total = sum(nbytes for tier, _, nbytes in held if tier is Tier.FAST)
     if demand.keeps_gradients:
         total += whole_gradient_bytes(layouts)
-    whole, sent = separate_gradients(layouts, placements, world_size, demand.sent_dtype)
+    whole, sent = separate_gradients(layouts, placements, demand.world_size, demand.sent_dtype)
     total += sum(sorted(whole)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
     return total + smallest_budget(layouts, placements, demand)
 
@@ -292,27 +301,22 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> ChunkPlan:
         placements[index] = replace(placements[index], **change)
         needed = fast_bytes(layouts, placements, demand)
     if needed > available:
-        raise UsageError(_does_not_fit(needed, demand))
-    spare = available - needed
+        cap, beside, unit = (f"{n / 2**20:.2f} MiB" for n in (demand.cap_bytes, demand.non_model_bytes, needed))
+        raise UsageError(
+            f"Gemini got memory_cap={cap}, which is {(needed - available) / 2**20:.2f} MiB too little with everything "
+            f"offloaded: activations take {beside}, and the largest unit and its gradients {unit}; set "
+            f"memory_cap={demand.non_model_bytes + needed}B or more, or use a smaller batch, activation checkpointing, "
+            "or a smaller chunk_numel"
+        )
+    spare = left = available - needed
     keeps = bool(demand.keeps_gradients)
     if demand.keeps_gradients is None and whole_gradient_bytes(layouts) <= spare:
-        keeps, spare = True, spare - whole_gradient_bytes(layouts)
+        keeps, left = True, spare - whole_gradient_bytes(layouts)
     all_resident = all(place.is_resident(is_alone=demand.world_size == 1) for place in placements)
-    budget = None if all_resident else smallest_budget(layouts, placements, demand) + spare
-    return ChunkPlan(tuple(placements), budget, keeps)
+    budget = None if all_resident else smallest_budget(layouts, placements, demand) + left
+    return ChunkPlan(tuple(placements), budget, keeps, spare)
 
 
 def plan_trace(layouts: Sequence[ChunkLayout]) -> ChunkPlan:
     """Return the plan under which a pass is measured: everything on the slow tier."""
     return ChunkPlan(tuple(ChunkPlacement(True, Tier.SLOW, Tier.SLOW) for _ in layouts), 0)
-
-
-def _does_not_fit(needed: int, demand: Demand) -> str:
-    missing = needed - (demand.cap_bytes - demand.non_model_bytes)
-    mib = 2**20
-    return (
-        f"Gemini got memory_cap={demand.cap_bytes / mib:.2f} MiB, which is {missing / mib:.2f} MiB too little with "
-        f"everything offloaded: activations take {demand.non_model_bytes / mib:.2f} MiB, and the largest unit and its "
-        f"gradients {needed / mib:.2f} MiB; set memory_cap={demand.non_model_bytes + needed}B or more, or use "
-        "a smaller batch, activation checkpointing, or a smaller chunk_numel"
-    )

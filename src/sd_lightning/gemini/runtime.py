@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.collectives import Collectives
-from sd_lightning.gemini.gathering import Gatherer, Reducer, Tracer
+from sd_lightning.gemini.auto import AutoPlacement
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer, Tracer
 from sd_lightning.gemini.guarded import OUTSIDE
-from sd_lightning.gemini.layout import Unit
 from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.passes import Call, Calls, GraphTask, Pass, Route, order_of
 
-if TYPE_CHECKING:
-    from sd_lightning.gemini.auto import AutoPlacement
-
 Observer = Callable[[str, str], None]
 """(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""
-
 
 Before = Callable[[nn.Module, Any], None]
 """(module, positional arguments)."""
@@ -73,55 +68,46 @@ class Runtime:
     each rank also takes part in the collectives of units that it does not compute.
 
     Args:
-        units: All units of all networks.
-        chunks: All chunks.
-        networks: Contain the units.
-        collectives: Over the ranks that share the chunks.
-        budget: Bytes of temporarily gathered chunks, None for no limit.
-        prefetch: Chunks gathered ahead.
+        chunked: The networks and their chunks.
+        reducer: Reduces their gradients.
+        access: Shows whole values of parameters outside of their units.
+        auto: Measures passes and places the chunks, if that is not settled by the settings.
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        chunks: Sequence[Chunk],
-        *,
-        networks: Iterable[nn.Module],
-        collectives: Collectives,
-        budget: int | None,
-        prefetch: int,
+        self, chunked: ChunkedNetworks, reducer: Reducer, access: OutsideAccess, auto: AutoPlacement | None
     ) -> None:
-        self.units = list(units)
-        self.touched: set[nn.Parameter] = set()
-        """Parameters with gradients on this rank since the last optimizer step."""
-        self.gradients_version = 0
-        """Changes when a backward pass begins or all gradients are dropped."""
+        self.units = chunked.units
+        self.chunked = chunked
+        self.reducer = reducer
+        self.access = access
         self.observer: Observer | None = None
-        self.auto: AutoPlacement | None = None
-        self.access: OutsideAccess | None = None
-        """Shows whole values of parameters outside of their units."""
-        self._chunks = list(chunks)
-        index_of = {parameter: chunk.index for chunk in chunks for parameter in chunk.slots}
-        self._chunks_of = [sorted({index_of[p] for p in unit.parameters}) for unit in units]
+        self._auto = auto
+        self._chunks = chunked.chunks
+        self._chunks_of = chunked.chunks_of
         self.tracer = Tracer(self._chunks_of)
-        self.reducer = Reducer(self._chunks)
-        self.gatherer = Gatherer(self.tracer, self.reducer, budget=budget, prefetch=prefetch)
-        self.statistics = self.reducer.statistics
-        self._calls = Calls(self.units, networks, collectives)
+        budget, prefetch = chunked.plan.gathered_budget, chunked.config.prefetch
+        self.gatherer = Gatherer(self.tracer, reducer, budget=budget, prefetch=prefetch)
+        self.accumulation = Accumulation(chunked, reducer)
+        self.statistics = reducer.statistics
+        self._calls = Calls(self.units, chunked.networks.values(), chunked.collectives)
         self._reset()
         self.undo: list[Undo] = []
         """Functions that remove hooks."""
-        self._attach(is_alone=collectives.is_alone)
-
-    def chunks_of_units(self) -> tuple[tuple[int, ...], ...]:
-        """Return the chunks of each unit, with those of all containers, which may enclose it."""
-        around = {c for unit, indices in zip(self.units, self._chunks_of) if unit.is_container for c in indices}
-        return tuple(tuple(sorted(around.union(indices))) for indices in self._chunks_of)
+        self._attach(is_alone=chunked.collectives.is_alone)
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward pass has begun and not ended; a failed one counts until it is aborted."""
         return bool(self._pass.tasks)
+
+    def check_can_step(self) -> None:
+        """Raise if an optimizer cannot step now."""
+        self.access.close()
+        if self.chunked.is_swapped:
+            raise RuntimeError("an optimizer stepped between swap_in and swap_out")
+        if self.is_in_backward:
+            raise RuntimeError("an optimizer stepped after a backward pass that did not end; call abort() first")
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -152,11 +138,9 @@ class Runtime:
             raise RuntimeError("Gemini: gradients were to be dropped inside the backward pass that computes them")
         self._reset()
         self.reducer.drop()
-        self.touched.clear()
-        self.gradients_version += 1
         self.tracer.forget()
-        if self.auto is not None:
-            self.auto.abort()
+        if self._auto is not None:
+            self._auto.abort()
         self.statistics["aborted"] += 1
 
     def _attach(self, *, is_alone: bool) -> None:
@@ -167,6 +151,8 @@ class Runtime:
                 self.undo += wrap_calls(
                     route.network, partial(self._begin_route, route), partial(self._end_route, route)
                 )
+        if self._auto is not None:
+            self.undo += self._auto.attach(self.recover)
         for chunk in self._chunks:
             # Python's garbage collector does not see these hooks: a strong reference would keep the engine alive.
             hook = partial(_accumulated, weakref.ref(self), chunk.index)
@@ -180,8 +166,8 @@ class Runtime:
 
     def _access(self, index: int, phase: str) -> None:
         self.tracer.use(index)
-        if self.auto is not None:
-            self.auto.access(phase, index)
+        if self._auto is not None:
+            self._auto.note_access()
         self.gatherer.gather(self._chunks_of[index], self._pass.chunks_in_use)
         if self.observer is not None:
             self.observer(phase, self.units[index].name)
@@ -192,7 +178,7 @@ class Runtime:
         number = torch._C._current_graph_task_id()
         if number == OUTSIDE:
             self.recover()
-            self.close_access()
+            self.access.close()
             if not self._pass.running:
                 self._begin_forward(index)
             for skipped in self._calls.skipped_before(index):
@@ -201,18 +187,10 @@ class Runtime:
             self._pass.renew(index, number)  # recomputation of a checkpointed block
         self._pass.running.append(index)
         self._access(index, "forward")
-        if self.access is not None:
-            self.access.begin_forward(index, self.units[index].parameters)
-
-    def close_access(self) -> None:
-        """Write back what user code has written into weights and gradients."""
-        if self.access is not None:
-            self.access.close()
+        self.access.begin_forward(index, self.units[index].parameters)
 
     def _guard(self, ended: Iterable[int]) -> None:
         """Guard the parameters of units, unless units that still run use them."""
-        if self.access is None:
-            return
         used = {parameter for unit in self._pass.running for parameter in self.units[unit].parameters}
         for unit in ended:
             parameters = self.units[unit].parameters
@@ -234,9 +212,11 @@ class Runtime:
         if index in running:
             ended = running[running.index(index) :]
             del running[running.index(index) :]
-            if self.access is not None and output is not None:
-                self.access.forwards.end(index)
-            self._guard(ended)
+            try:
+                if output is not None:
+                    self.access.end_forward(index)
+            finally:
+                self._guard(ended)
         if output is None or not torch.is_grad_enabled():
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -299,8 +279,8 @@ class Runtime:
         if self._pass.has_failed:
             self.abort()
         if not self._pass.tasks:
-            self.close_access()
-            self.gradients_version += 1
+            self.access.close()
+            self.reducer.version += 1
         # Otherwise a node of an earlier task started this one: a checkpoint with use_reentrant=True, or a user function
         # that calls backward.
         self._pass.tasks[number] = GraphTask(number, self._end_task)
@@ -322,7 +302,7 @@ class Runtime:
                 "accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
         chunk.gradients.put(parameter, gradient, keep=self.reducer.keeps_gradients)
-        self.touched.add(parameter)
+        self.reducer.touched.add(parameter)
 
     def _note_late(self, chunk: Chunk, parameter: nn.Parameter) -> None:
         """Mark a chunk as late, for the optimizer to reduce: a parameter was used outside of its unit's forward."""
@@ -343,8 +323,8 @@ class Runtime:
             self._pass.advance(len(self._pass.schedule))
             self.tracer.forget()  # ranks may have recorded different forward orders
         self._pass.finish()
-        if self.auto is not None:
-            self.auto.end_backward()
+        if self._auto is not None:
+            self._auto.end_backward()
         self._reset()
         self.gatherer.release()
         self.tracer.end_pass()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, GeminiOptimizer
 from sd_lightning.gemini.layout import Reader
 from sd_lightning.models.families.blocks import execution_position
 from sd_lightning.planner.footprint import Footprint, Workload
@@ -27,8 +27,8 @@ from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import BytesByTier, UnitObserver
 from sd_lightning.strategies.gemini_footprint import footprint_of
-from sd_lightning.strategies.gemini_precision import GeminiPrecision, engine_optimizer
 from sd_lightning.strategies.networks import (
+    EnginePrecision,
     blocks_of,
     keeps_batches,
     place_rest,
@@ -51,12 +51,11 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     engine is in :mod:`sd_lightning.gemini`; ``docs/gemini.md`` explains it.
 
     Args:
-        config: Settings of the engine.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
-        **settings: Fields of ``GeminiConfig`` by name; they override ``config``.
+        **settings: Fields of :class:`sd_lightning.gemini.GeminiConfig` by name.
 
     Raises:
-        UsageError: A setting is unknown or invalid.
+        UsageError: A setting is invalid.
     """
 
     counts_bytes = True
@@ -64,14 +63,9 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     keeps_layout = False
     loads_weights = True  # each rank reads its shards of the chunks
 
-    def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
+    def __init__(self, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
         timeout = timeout_of("GeminiStrategy", timeout_seconds)
-        known = [field.name for field in fields(GeminiConfig)]
-        for name in settings:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
-                raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
-        self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
+        self.config = GeminiConfig(**settings)
         self.moves_weights = self.config.placement == "auto"
         self._engine: GeminiEngine | None = None
         super().__init__(timeout=timeout)
@@ -105,39 +99,39 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
-        precision = self._precision
-        rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
+        rest_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
-        is_taken = self.attach(trainer)
-        with _as_trained([] if is_taken else _frozen_at_first(trainer, module)):
-            self._make_engine(module, is_taken=is_taken, rest_dtype=rest_dtype)
+        if not self.attach(trainer):
+            with _as_trained(_frozen_at_first(trainer, module)):
+                self._make_engine(module, rest_dtype)
+            self.record_hooks()
         self.engine.access.dtype = rest_dtype
         with self.engine.access.hidden():
             module.to(self.root_device)  # moves what is not trained; chunks are already placed
         place_rest(module, self.engine.networks, self.root_device, rest_dtype)
 
-    def _make_engine(self, module: pl.LightningModule, *, is_taken: bool, rest_dtype: torch.dtype | None) -> None:
+    def _make_engine(self, module: pl.LightningModule, rest_dtype: torch.dtype | None) -> None:
         if self._fits:
             refuse_sparse_gradients(module, type(self).__name__)
         networks = sharded_networks(module, type(self).__name__)
-        if not is_taken:
-            deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}
-            self._engine = GeminiEngine(
-                networks,
-                self._engine_config,
-                blocks=blocks_of(module, networks),
-                device=self.root_device,
-                order=partial(_position, list(networks)),
-                reader=_reader(networks, deferred) if deferred else None,
-            )
-            if self._timeout is not None:  # the watchdog gives up at four fifths of it
-                self._engine.collectives.patience_seconds = self._timeout.total_seconds() / 2
-            for name, weights in deferred.items():
-                weights.fill_buffers(networks[name])
-            if rest_dtype is not None and not keeps_batches(module):
-                for network in networks.values():
-                    _convert_buffers(network, rest_dtype)
-            self.record_hooks()
+        deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}
+        self._engine = GeminiEngine(
+            networks,
+            self._engine_config,
+            blocks=blocks_of(module, networks),
+            device=self.root_device,
+            order=partial(_position, list(networks)),
+            reader=_reader(networks, deferred) if deferred else None,
+        )
+        if self._timeout is not None:  # the watchdog gives up at four fifths of it
+            self._engine.collectives.patience_seconds = self._timeout.total_seconds() / 2
+        for name, weights in deferred.items():
+            weights.fill_buffers(networks[name])
+        if rest_dtype is not None and not keeps_batches(module):  # as Lightning's plugin for 16-bit weights does
+            for part in (part for network in networks.values() for part in network.modules()):
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        part._buffers[name] = buffer.to(rest_dtype)
 
     @property
     @override
@@ -145,17 +139,11 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         return self.config.placement == "auto" or self.config.shard_param_frac > 0
 
     @property
-    def _precision(self) -> GeminiPrecision:
-        plugin = self.precision_plugin
-        assert isinstance(plugin, GeminiPrecision)
-        return plugin
-
-    @property
     def _engine_config(self) -> GeminiConfig:
-        networks = trained_networks(self._module)
-        parameters = [parameter for network in networks.values() for parameter in network.parameters()]
+        networks = trained_networks(self._module).values()
+        is_double = any(p.dtype == torch.float64 for network in networks for p in network.parameters())
         # float64 is narrowed only if compute_dtype says so: Lightning does not convert such networks.
-        implied = None if any(p.dtype == torch.float64 for p in parameters) else self._precision.compute_dtype
+        implied = None if is_double else _COMPUTE_DTYPES[self.precision_plugin.precision]
         return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
 
     @override
@@ -179,7 +167,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _end_engine(self) -> None:
         if self._has_engine():
-            self.engine.end()
+            self.engine.close()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -263,15 +251,98 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Gather the state that the user's own optimizer would save, tensor by tensor, to rank 0; a collective call."""
-        ours = engine_optimizer(optimizer)
-        groups = ours.inner.state_dict()["param_groups"]
-        number = self.optimizers.index(ours)
+        wrapper = engine_optimizer(optimizer)
+        groups = wrapper.inner.state_dict()["param_groups"]
+        number = self.optimizers.index(wrapper)
         return torch_optimizer_state(self.training_state(), number, groups, keep=self.is_global_zero)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["optimizer_states"]:  # empty if PortableCheckpoint restores them
             load_torch_optimizer_states(self.training_state(), checkpoint["optimizer_states"])
+
+
+_COMPUTE_DTYPES = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+class GeminiPrecision(EnginePrecision):
+    """Precision plugin that gathers weights in the compute dtype; master weights and states are always float32.
+
+    ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32. ``bf16-true``
+    computes in bfloat16 throughout. As in Lightning, it converts batches and creates new tensors in bfloat16, unless
+    the module has ``keeps_batches``. With float16, the engine scales the loss.
+
+    Args:
+        precision: Lightning's name of the precision.
+        engine: Returns the engine, once it exists.
+
+    Raises:
+        UsageError: The engine does not support the precision.
+    """
+
+    def __init__(self, precision: str, engine: Callable[[], GeminiEngine]) -> None:
+        if precision not in _COMPUTE_DTYPES:
+            raise UsageError(
+                f"GeminiStrategy got precision={precision}; expected one of {', '.join(_COMPUTE_DTYPES)}: the "
+                "optimizer's weights are always float32"
+            )
+        self.precision = precision  # type: ignore[assignment]
+        self.compute_dtype = _COMPUTE_DTYPES[precision]
+        self._engine = engine
+        self._half = HalfPrecision("bf16-true")
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._half.convert_input(data) if self._is_half else data
+
+    @property
+    def _is_half(self) -> bool:
+        return self.precision == "bf16-true" and not self._keeps_batches
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self._is_half:
+            return self._half.forward_context()
+        if not self.precision.endswith("-mixed"):
+            return nullcontext()
+        return torch.autocast(self._engine().memory.device.type, dtype=self.compute_dtype)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        engine_optimizer(optimizer).clip_grad_norm_(clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        engine_optimizer(optimizer).clip_grad_value_(clip_val)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        scale = self._engine().loss_scale
+        return {} if scale is None else {"loss_scale": scale.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scale = self._engine().loss_scale
+        if scale is not None and "loss_scale" in state_dict:
+            scale.load_state_dict(state_dict["loss_scale"])
+
+
+def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
+    """Return the engine's optimizer inside of Lightning's wrapper."""
+    wrapper = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(wrapper, GeminiOptimizer)
+    return wrapper
 
 
 def _frozen_at_first(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Parameter]:
@@ -313,14 +384,6 @@ def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWe
         return values
 
     return read
-
-
-def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
-    """Convert floating-point buffers, as Lightning's plugin for 16-bit weights does."""
-    for part in network.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(dtype)
 
 
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:

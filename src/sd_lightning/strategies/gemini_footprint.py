@@ -10,15 +10,16 @@ from torch import nn
 
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_as_set
-from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import (
     SENT_GRADIENTS,
     ChunkPlacement,
     Tier,
+    held_bytes,
     plan_static,
     separate_gradients,
     whole_gradient_bytes,
 )
+from sd_lightning.gemini.updates import update_of
 from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
 
 Sizes = dict[tuple[Tier, str], int]
@@ -70,7 +71,7 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
         host=[
             Holding(kind, size, When.AS_READY if kind == "gradients" else When.ALWAYS)
             for (tier, kind), size in held.items()
-            if tier is Tier.SLOW
+            if tier is Tier.SLOW and size
         ]
         + [Holding("swapped weights", swapped, When.SWAPPED)] * (swapped > 0),
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
@@ -89,16 +90,9 @@ def _held(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], work
     count = len(update.states(group))
     held: Sizes = defaultdict(int)
     for layout, place in zip(layouts, places, strict=True):
-        shard = Shard(layout, 0, workload.world_size)
-        master = layout.master_dtype.itemsize * shard.numel
-        held[place.param_tier, "weights"] += (shard.numel if place.is_sharded else layout.numel) * layout.dtype.itemsize
-        if not layout.is_trained:
-            continue
-        if not place.aliases_master(layout):
-            held[place.optim_tier, "master weights"] += master
-        size, dtype = update.size(shard)
-        held[place.optim_tier, "optimizer states"] += count * size * dtype.itemsize
-        held[place.step_tier, "gradients"] += master
+        size, dtype = update.size(Shard(layout, 0, workload.world_size))
+        for tier, kind, nbytes in held_bytes(layout, place, count * size * dtype.itemsize, workload.world_size):
+            held[tier, kind] += nbytes
     return held
 
 

@@ -19,6 +19,7 @@ from sd_lightning.planner.search import Search, search
 from sd_lightning.planner.timeline import OTHERS, Timeline, timeline
 from sd_lightning.planner.trace import Trace
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.presets import candidates
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def prepared(tiny: LatentDiffusion, gigabytes: float) -> Search:
     device = Device(
         "small", gigabytes * 1e9 / GIB, 64, dict.fromkeys(("float32", "tf32", "float16", "bfloat16"), 9.0), 90, 9
     )
-    return search(tiny, device, run=TrainingRun(1, 32), batch_size=256)
+    return search(tiny, device, run=TrainingRun(1, 32), candidates=candidates(), batch_size=256)
 
 
 def test_more_memory_is_worth_something_only_if_it_lacks(tiny: LatentDiffusion) -> None:

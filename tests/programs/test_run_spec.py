@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from composing import Compose
 from refusals import call, refuse
 from sd_lightning import UsageError
-from sd_lightning.apps import checks, train
+from sd_lightning.apps import preflight, train
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.loading import load_model
 from sd_lightning.strategies.gemini import GeminiStrategy
@@ -84,8 +84,8 @@ def test_an_optimizer_may_be_a_factory_that_a_function_returns(compose: Compose)
     """Its target is not ``_partial_``: nothing is known of what it builds."""
     factory = {"_target_": "test_run_spec.sgd_factory", "lr": 0.5}
     spec = RunSpec.of(compose("train", *QUICK)).with_settings({"optimizer": factory})
-    checks.check_trainer(spec)
-    checks.check_parts(spec)
+    preflight.check_trainer(spec)
+    preflight.check_optimizer(spec)
     assert isinstance(train.build_module(spec).configure_optimizers()["optimizer"], torch.optim.SGD)  # type: ignore[index]
 
 

@@ -103,7 +103,7 @@ def predict_memory(spec: RunSpec) -> Forecast | None:
     pretrained, model = spec.model.get("pretrained"), spec.model.describe()
     has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
     run = replace(
-        planning.run_of(spec, model),
+        planning.run_of(spec, model, spec.num_processes),
         num_images=spec["num_class_images"] * spec["with_prior_preservation"] + 10,
         prior_batch_size=spec["sample_batch_size"] * spec["with_prior_preservation"],
         prior_dtype=getattr(torch, spec["prior_generation_precision"] or "bfloat16"),

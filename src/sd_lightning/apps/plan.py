@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sd_lightning._errors import UsageError
+from sd_lightning.apps import planning
 from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.plan_record import record, timeline_record
-from sd_lightning.apps.planning import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.apps.text_table import aligned
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -32,7 +32,7 @@ from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.presets import PRESETS
+from sd_lightning.strategies.presets import PRESETS, candidates
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -63,7 +63,7 @@ def run(cfg: DictConfig) -> int:
         host_memory=None if spec["host_gb"] is None else int(spec["host_gb"] * GB),
         batch_size=spec["data.batch_size"],
         checkpointing=spec["speed.gradient_checkpointing"],
-        candidates=None if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
+        candidates=candidates() if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
         tf32=spec["speed.allow_tf32"],
         speeds=speeds,
     )
@@ -211,13 +211,13 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
 def run_of(spec: RunSpec, model: LatentDiffusion) -> TrainingRun:
     """Return the settings of the run; batch size, accumulation and checkpointing are chosen by the search."""
     encoders = spec["encoders"]
-    return TrainingRun(
+    return replace(
+        planning.run_of(spec, model, world_size=1),
         batch_size=1,
         averages=spec["ema"],
         encodes=encoders != "none",
         cache_latents=encoders != "all",
         loaded_per_second=spec["loader"],
-        **settings_of(spec, model),
     )
 
 

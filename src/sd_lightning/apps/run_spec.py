@@ -219,7 +219,7 @@ class RunSpec:
     def callbacks(self) -> Mapping[str, Callback]:
         """The callbacks, by name, of a run that :func:`~sd_lightning.apps.preflight.preflight` has looked at."""
         if "callbacks" not in self._built:
-            names = [name for name, node in self["callbacks"].items() if node is not None]
+            names = [name for name, node in (self.get("callbacks") or {}).items() if node is not None]
             resume = {"checkpoint": {"resume": self.resume}}
             self._built["callbacks"] = {n: self.build(f"callbacks.{n}", **resume.get(n, {})) for n in names}
         return self._built["callbacks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,8 +14,7 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.checks import check_trainer
-from sd_lightning.apps.preflight import preflight
+from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
@@ -51,16 +51,26 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     """
     use_expandable_segments()
     spec = preflight(spec)
-    run_dir, resume = spec.output_dir, spec.resume
-    trained = resume is not None and spec["trainer.max_steps"] <= checkpoint.step_of(resume)
-    if resume is not None and trained and runs.is_finished(run_dir, checkpoint.step_of(resume)):
-        log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
-        return 0
+    run_dir, resume, choice = spec.output_dir, spec.resume, None
+    if resume is not None:
+        step = checkpoint.step_of(resume)
+        if spec["trainer.max_steps"] <= step and runs.is_finished(run_dir, step):
+            log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
+            return 0
     quiet_libraries()
-    spec, choice = planned(spec)
-    trainer = build_trainer(spec)
     spec.model.check()
-    spec = with_recomputation(spec, choice)
+    if spec.left_to_planner():
+        from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
+
+        spec, choice = choose_plan(spec)
+        check_trainer(spec)
+        if is_first_process():
+            print(*choice.lines(), sep="\n")
+    if spec.speed.limits_activations:
+        from sd_lightning.apps.planning import recomputation
+
+        spec = replace(spec, recomputation=recomputation(spec, choice))
+    trainer = build_trainer(spec)
     if prepare is not None:
         prepare(spec)
     datamodule = spec.build("data")
@@ -81,31 +91,6 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, datamodule, run_dir)
-
-
-def planned(spec: RunSpec) -> tuple[RunSpec, Choice | None]:
-    """Let the planner choose what the run leaves to it, and print the choice."""
-    if not spec.left_to_planner():
-        return spec, None
-    from sd_lightning.apps import auto
-    from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
-
-    spec.model.check()
-    resumed = None if spec.resume is None else read_trainer_state(spec.resume)["position"]["batch_size"]
-    spec, choice = auto.choose(spec, batch_size=resumed)
-    check_trainer(spec)
-    if is_first_process():
-        print(*choice.lines(), sep="\n")
-    return spec, choice
-
-
-def with_recomputation(spec: RunSpec, choice: Choice | None = None) -> RunSpec:
-    """Choose what blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
-    if not spec.speed.limits_activations:
-        return spec
-    from sd_lightning.apps.planning import recomputation
-
-    return replace(spec, recomputation=recomputation(spec, None if choice is None else choice.plans))
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:
@@ -205,9 +190,11 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: Choice | None) -> None:
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
         tmp.write_text(spec.yaml())
     if choice is not None:
-        from sd_lightning.apps import auto
+        from sd_lightning.apps.plan_record import record
 
-        auto.write(choice, run_dir)
+        plans = record(choice.plans, title=choice.who, settings="of this run, in config.yaml")
+        with new_file(run_dir / PLAN) as tmp:
+            tmp.write_text(json.dumps(plans, indent=1), encoding="utf-8")
     else:
         (run_dir / PLAN).unlink(missing_ok=True)  # of an earlier start of this run
     for logger in trainer.loggers:

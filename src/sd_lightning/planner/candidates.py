@@ -1,4 +1,4 @@
-"""The strategies that the planner compares; :mod:`sd_lightning.strategies` registers them."""
+"""The strategies that the planner compares; :func:`sd_lightning.strategies.presets.candidates` lists ours."""
 
 from __future__ import annotations
 
@@ -48,7 +48,3 @@ class Candidate:
     def footprint(self, workload: Workload) -> Footprint | None:
         """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
         return self.build(**self.settings).footprint(workload)
-
-
-CANDIDATES: list[Candidate] = []
-"""The simplest first: of two that are equally fast, the planner takes the first."""

@@ -12,7 +12,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
-from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.checkpointing import Choice, Simulation
 from sd_lightning.planner.devices import Device
 from sd_lightning.planner.footprint import Footprint
@@ -139,12 +139,12 @@ class Search:
         model: On any device, or what else is trained; it is not changed.
         run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
         cluster: The GPUs.
+        candidates: Strategies to compare, the simplest first: of two that are equally fast, the first is taken.
         speeds: What their machine reaches, whose cores the processes share; assumed from the device table if not given.
         batch_size: Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest.
         micro_batches: Samples per forward pass and process to choose from, ascending; all if not given.
         checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
                 the faster of False and "auto".
-        candidates: Strategies to compare; all that are registered if not given.
 
     Raises:
         UsageError: The batch size cannot be divided among the GPUs.
@@ -156,11 +156,11 @@ class Search:
         run: TrainingRun,
         cluster: Cluster,
         *,
+        candidates: Iterable[Candidate],
         speeds: Speeds | None = None,
         batch_size: int | None = None,
         micro_batches: Sequence[int] | None = None,
         checkpointing: Recompute | None = None,
-        candidates: Iterable[Candidate] | None = None,
         tf32: bool = False,
     ) -> None:
         if batch_size is not None and (batch_size < 1 or batch_size % cluster.count):
@@ -179,7 +179,7 @@ class Search:
         self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
         self._forecasters: dict[bool, Forecaster] = {}
         self._simulations: dict[tuple[Trace, int], Simulation] = {}
-        self._candidates = list(CANDIDATES if candidates is None else candidates)
+        self._candidates = list(candidates)
         self._tf32 = tf32
 
     def plans(self) -> Plans:
@@ -411,7 +411,7 @@ def search(
         num_devices: GPUs.
         run: Settings of the run; training of all weights at the model's own resolution if not given.
         host_memory: Bytes per GPU; what the device's table assumes if not given.
-        **options: Of :class:`Search`.
+        **options: Of :class:`Search`, with ``candidates``.
 
     Raises:
         UsageError: The device is unknown, or an option is invalid.
@@ -419,9 +419,5 @@ def search(
     if isinstance(device, str):
         device, speeds = hardware(device)
         options = {"speeds": speeds, **options}
-    if not CANDIDATES:
-        import sd_lightning
-
-        sd_lightning.register_strategies()
     cluster = Cluster(device, num_devices, host_memory)
     return Search(model, run or TrainingRun(1, model.resolution), cluster, **options)

@@ -25,10 +25,10 @@ from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
 from sd_lightning.planner.segments import use_expandable_segments
+from sd_lightning.strategies import presets
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.predicted import Predicted, predicted
-from sd_lightning.strategies.presets import register_candidates
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 _COUNTS = (2, 4, 8)
@@ -53,7 +53,7 @@ class AutoStrategy(DDPStrategy):
         run: What an ``SDLightningModule`` with data of your own cannot know: batch size and resolution, and all else
             that memory depends on. Precision, processes, accumulation and the optimizer are the trainer's. Other
             modules are traced with their ``example_input_array``, and it is refused.
-        candidates: Strategies to compare; all that are registered if not given.
+        candidates: Strategies to compare, the simplest first; all that have a name if not given.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 
     Raises:
@@ -77,7 +77,7 @@ class AutoStrategy(DDPStrategy):
         elif device is not None:
             self._given = device, Speeds.of(device)
         self._host_memory, self._run = host_memory, run
-        self._candidates = None if candidates is None else list(candidates)
+        self._candidates = list(presets.candidates() if candidates is None else candidates)
 
     @override
     def _configure_launcher(self) -> None:
@@ -116,8 +116,7 @@ class AutoStrategy(DDPStrategy):
             )
 
     def _search(self, trainer: Any, what: Predicted) -> Search:
-        register_candidates()
-        run = replace(what.run, precision=trainer.precision, accumulate=trainer.accumulate_grad_batches)
+        run = what.run
         cluster, speeds = self._hardware()
         return Search(
             what.subject,

@@ -28,7 +28,6 @@ from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import training_flops_per_sample
-from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.strategies.optimizers import gradient_scaler, takes_found_inf
@@ -159,16 +158,12 @@ class SDLightningModule(pl.LightningModule):
         """Remove and return the deferred weights of a trained network, for the caller to read; None if it has none."""
         return self.latent_diffusion.deferred.pop(name, None)
 
-    def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
-        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any.
-
-        The trainer sets precision and processes.
+    def run_settings(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return what module and data know of a run, for predictions of its memory and time.
 
         Raises:
             UsageError: A learned token is trained, or the data do not tell batch size and resolution.
         """
-        if run is not None:
-            return self.latent_diffusion, run
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, SDDataModule) or data.source_train.latents is not None:
             has = "latents" if isinstance(data, SDDataModule) else type(data).__name__ if data else "only data loaders"
@@ -184,19 +179,18 @@ class SDLightningModule(pl.LightningModule):
         networks = self.trained_networks()
         kept = {name: kept_by([block]).pop() for name, block in recomputable(networks).items()}
         checkpointed = (getattr(part, "gradient_checkpointing", False) for part in self.denoiser.modules())
-        run = TrainingRun(
-            batch_size=-(-data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)),
-            resolution=data.images.resolution,
-            train_text_encoder=len(networks) > 1,
-            lora=self.lora,
-            gradient_checkpointing=any(each is True for each in checkpointed),
-            kept={name: what for name, what in kept.items() if what is not Kept.ALL},
-            encoder_dtype=self.encoder.dtype,
-            offload_encoders=self.encoder.offload,
-            cache_latents=data.cache_latents,
-            from_files=bool(self.latent_diffusion.deferred),
-        )
-        return self.latent_diffusion, run
+        return {
+            "batch_size": data.batch_size,
+            "resolution": data.images.resolution,
+            "train_text_encoder": len(networks) > 1,
+            "lora": self.lora,
+            "gradient_checkpointing": any(each is True for each in checkpointed),
+            "kept": {name: each for name, each in kept.items() if each is not Kept.ALL},
+            "encoder_dtype": self.encoder.dtype,
+            "offload_encoders": self.encoder.offload,
+            "cache_latents": data.cache_latents,
+            "from_files": bool(self.latent_diffusion.deferred),
+        }
 
     def cpu(self) -> Self:
         """Move to host memory; do nothing while weights are deferred, as Lightning calls this after failed runs too."""

@@ -153,8 +153,7 @@ def trained(architecture: str, plan: Any, steps: int) -> tuple[float, int]:
 
     from sd_lightning import LatentDiffusion, SDLightningModule
     from sd_lightning.strategies.processes.group import leave_process_group
-    from sd_lightning.training.precision import precision_options
-    from sd_lightning.training.speed import Speed
+    from sd_lightning.training.speed import Speed, precision_options
 
     on_cuda = torch.cuda.is_available()
     gc.collect()

@@ -234,7 +234,7 @@ def chosen(spec: RunSpec) -> Candidate:
             f"plan got strategy={name} and gpus={gpus}; at most {most} is expected; write strategy=ddp, or leave gpus "
             "out"
         )
-    own = sorted(key for key in spec.given if key.startswith("strategy."))
+    own = sorted(key for key in spec.overridden if key.startswith("strategy."))
     settings = {key.removeprefix("strategy."): spec[key] for key in own}
     return Candidate(name, lambda **_: engine_of(spec.strategy), settings)
 

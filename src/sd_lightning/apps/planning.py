@@ -13,20 +13,19 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
-from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.checkpointing import Recomputation, choose
-from sd_lightning.planner.choice import Choice, NothingFits
+from sd_lightning.planner.choice import Choice
 from sd_lightning.planner.devices import USABLE, Device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.remedies import remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Search
+from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.trace import Trace
 from sd_lightning.strategies import engine_of, presets
 from sd_lightning.strategies.predicted import training_run
@@ -46,7 +45,7 @@ def check(spec: RunSpec) -> None:
     """
     who = " ".join(spec.left_to_planner())
     passes = "trainer.accumulate_grad_batches"
-    if passes in spec.given and spec[passes] != 1:
+    if passes in spec.overridden and spec[passes] != 1:
         raise UsageError(
             f"{who} got {passes}={spec[passes]}, which it chooses itself, so that data.batch_size samples make a step; "
             f"leave {passes} out"
@@ -98,8 +97,8 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, Choice]:
         UsageError: Nothing fits, or the machine's speeds are not known.
     """
     who, chooses_strategy = " ".join(spec.left_to_planner()), spec.chooses_strategy
-    if spec["data.batch_size"] == AUTO and spec.resume is not None:  # the order of samples depends on it
-        spec = spec.with_settings({"data.batch_size": read_trainer_state(spec.resume)["position"]["batch_size"]})
+    if spec["data.batch_size"] == AUTO and spec.resumed_batch is not None:  # the order of samples depends on it
+        spec = spec.with_settings({"data.batch_size": spec.resumed_batch})
     count, batch_size, micro_batches = spec.num_processes, spec["data.batch_size"], None
     if batch_size == AUTO:
         photos_only = {"class_prompts": None} if spec.get("data.class_prompts") else {}  # pictures are not drawn yet
@@ -116,16 +115,16 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, Choice]:
         speeds=speeds,
         batch_size=count * -(-batch_size // count) if micro_batches is None else None,  # parts differ by one sample
         micro_batches=micro_batches,
-        checkpointing=spec["speed.gradient_checkpointing"] if _RECOMPUTES & spec.given else None,
+        checkpointing=spec["speed.gradient_checkpointing"] if _RECOMPUTES & spec.overridden else None,
         tf32=spec.speed.allow_tf32,
     )
-    try:
-        choice = Choice.of(search, who)
-    except NothingFits as error:
-        changes = (each.option for each in remedies(search, error.plans) if error.plans.too_large)
+
+    def remedy(plans: Plans) -> str:
+        changes = (each.option for each in remedies(search, plans))
         helping = [option for option in changes if not option.startswith(("gpu", "host", "encoders"))]
-        smaller = "write a smaller data.resolution, or take a larger GPU"
-        raise error.with_remedy(f"write {' or '.join(helping)}" if helping else smaller) from None
+        return f"write {' or '.join(helping)}" if helping else "write a smaller data.resolution, or take a larger GPU"
+
+    choice = Choice.of(search, who, remedy)
     plan = choice.plan
     settings: dict[str, Any] = {
         "trainer.accumulate_grad_batches": plan.run.accumulate,
@@ -154,14 +153,15 @@ def recomputation(spec: RunSpec, choice: Choice | None = None) -> Recomputation:
     if setting == "auto" and choice is None and not torch.cuda.is_available():
         raise UsageError(f"{who} fills the memory of a GPU, and there is none; write GB of activations, e.g. 2.5")
     model = spec.model.describe()
-    forecaster = Forecaster(model, run_of(spec, model, spec.num_processes))
+    run = run_of(spec, model, spec.num_processes)
+    forecaster = Forecaster(model, run)
     footprint = engine_of(spec.strategy).footprint(forecaster.workload)
     if footprint is None:
         raise UsageError(
             f"{who}: the strategy chooses what it offloads by measurements in the run, so its memory is not known "
             "before; write strategy=gemini, or speed.gradient_checkpointing=true"
         )
-    size, plans = forecaster.run.batch_size, None if choice is None else choice.plans
+    size, plans = run.batch_size, None if choice is None else choice.plans
     if setting == "auto":
         there = USABLE * torch.cuda.get_device_properties(0).total_memory if plans is None else plans.cluster.memory
         limit = int(there)
@@ -170,7 +170,7 @@ def recomputation(spec: RunSpec, choice: Choice | None = None) -> Recomputation:
         limit, always = int(GB * float(setting)), 0
 
     def traced(kept: Mapping[str, Kept]) -> Trace:
-        return Forecaster(model, replace(forecaster.run, kept=kept)).trace(footprint)
+        return Forecaster(model, replace(run, kept=kept)).trace(footprint)
 
     def total(trace: Trace) -> np.ndarray:
         return StepCurves(trace, footprint).total(size) + always if setting == "auto" else trace.live(size)
@@ -210,7 +210,8 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         model: Described or on the meta device.
         world_size: Number of processes.
     """
-    batch_size = spec["data.batch_size"]
+    batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
+    caches = spec.get("data.cache_latents", "store" in spec["data"])
     return training_run(
         world_size if batch_size in (AUTO, None) else batch_size,
         world_size=world_size,
@@ -225,7 +226,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         kept={} if spec.recomputation is None else spec.recomputation.kept,
         encoder_dtype=getattr(torch, spec["module.encoder_dtype"]),
         offload_encoders=spec["module.offload_encoders"],
-        cache_latents=spec.get("data.cache_latents", "store" in spec["data"]),
-        drawn_size=(spec.get("sampling.height"), spec.get("sampling.width")),
-        vae_tiling=bool(spec.get("sampling.vae_tiling")),
+        cache_latents=caches,
+        drawn_size=(sampling.get("height"), sampling.get("width")),
+        vae_tiling=bool(sampling.get("vae_tiling")),
     )

@@ -49,54 +49,16 @@ def preflight(spec: RunSpec) -> RunSpec:
         UsageError: A setting is invalid, or two contradict each other.
     """
     _check_sections(spec)
-    spec, is_own = adopt_base(spec)
     spec = adopt_engine_file(spec)
     if spec.left_to_planner():
         from sd_lightning.apps import planning  # takes longer to import than the rest
 
         planning.check(spec)
-    check_trainer(spec)
     check_optimizer(spec)
-    resume, init_from = spec["resume"], spec["init_from"]
-    if resume is not None and init_from is not None and not is_own:
-        raise UsageError(
-            f"got resume={resume} and init_from={init_from}; resume continues a run, init_from starts a new one from "
-            "weights: give one of the two"
-        )
-    if init_from is not None and not is_own and spec.model.get("fresh_denoiser"):
-        raise UsageError(
-            f"got init_from={init_from} and model.fresh_denoiser=true, which replaces the weights that it starts from; "
-            "write model.fresh_denoiser=false"
-        )
-    if spec["overwrite"] and resume is not None:
-        raise UsageError(f"got overwrite=true and resume={resume}; give one of the two")
-    if spec.starts_from_lightning:
-        runs.check_lightning_checkpoint(init_from)
-    elif init_from is not None and not is_own:
-        spec = spec.with_settings({"model.pretrained": str(runs.find_pipeline(init_from, who="init_from"))})
-    check_place(spec["output_dir"], key="output_dir")
-    if resume is not None:
-        spec = spec.resuming(runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process()))
-    if spec.resume is not None:  # repeated when the module is built; here before slow work such as class images
-        from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
-
-        parts = trained_parts(spec.lora, spec.learned_token)
-        check_same_parts(read_trainer_state(spec.resume), parts, spec.resume)
+    check_trainer(spec)
+    spec = _with_start(spec)
     _check_output_dir(spec)
     return spec
-
-
-def _check_output_dir(spec: RunSpec) -> None:
-    """Check that the run may write into its folder; only the first process reads all of it."""
-    run_dir = spec.output_dir
-    is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
-    resuming = spec["resume"] == "auto" or is_continued
-    if is_first_process():
-        check_not_scanned(spec)
-        reads = _paths_read(spec, resumed=is_continued)
-        runs.check_output_dir(run_dir, resuming=resuming, overwrite=spec["overwrite"], reads=reads)
-    elif not resuming and not spec["overwrite"]:
-        runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined
 
 
 def _check_sections(spec: RunSpec) -> None:
@@ -124,34 +86,70 @@ def _check_sections(spec: RunSpec) -> None:
         raise UsageError(f"lora={lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
 
 
-def adopt_base(spec: RunSpec) -> tuple[RunSpec, bool]:
-    """Take the model of a resumed run from the run's own ``config.yaml``, whether it is given again or not.
+def _with_start(spec: RunSpec) -> RunSpec:
+    """Return a run with what it starts from: a checkpoint, other weights, or neither.
 
-    So the command that started a run continues it with ``resume=auto``; if there is no run yet, it starts one.
+    Raises:
+        UsageError: There is no such checkpoint or model, or settings contradict each other.
+    """
+    resume, init_from, is_own = spec["resume"], spec["init_from"], False
+    changes: dict[str, Any] = {}
+    if resume is not None:
+        changes, is_own = adopted(spec)
+        resume = changes.get("resume", resume)
+    if resume is not None and init_from is not None and not is_own:
+        raise UsageError(
+            f"got resume={resume} and init_from={init_from}; resume continues a run, init_from starts a new one from "
+            "weights: give one of the two"
+        )
+    if spec["overwrite"] and resume is not None:
+        raise UsageError(f"got overwrite=true and resume={resume}; give one of the two")
+    if init_from is not None and not is_own and spec.model.get("fresh_denoiser"):
+        raise UsageError(
+            f"got init_from={init_from} and model.fresh_denoiser=true, which replaces the weights that it starts from; "
+            "write model.fresh_denoiser=false"
+        )
+    if spec.starts_from_lightning:
+        runs.check_lightning_checkpoint(init_from)
+    elif init_from is not None and not is_own:
+        changes["model.pretrained"] = str(runs.find_pipeline(init_from, who="init_from"))
+    continued = None if resume is None else runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
+    if continued is None:
+        return spec.with_settings(changes)
+    from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
+
+    state, parts = read_trainer_state(continued), trained_parts(spec.lora, spec.learned_token)
+    check_same_parts(
+        state, parts, continued
+    )  # again when the module is built; here before slow work such as class images
+    return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
+
+
+def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:
+    """Return what the command that started a run takes from it to continue it: its model, by its ``config.yaml``.
 
     Returns:
-        The run, and whether ``init_from`` is given and the resumed run was started from it.
+        Settings of the model, or ``resume=null`` where ``init_from`` starts the run, as there is none yet; and
+        whether ``init_from`` is given and the resumed run was started from it.
     """
     resume, init_from = spec["resume"], spec["init_from"]
-    if resume is None:
-        return spec, False
-    if not is_resumed(spec):
-        return (spec if init_from is None else spec.with_settings({"resume": None})), False
+    if resume == "auto" and not checkpoint.all_checkpoints(spec["output_dir"]):
+        # No process finds one: the first is written after all have joined.
+        return ({} if init_from is None else {"resume": None}), False
     started, model = _started(spec)
     is_same = init_from is not None and init_from == started.get("init_from")
     base = model.get("pretrained")
     if spec.starts_from_lightning or base is None:
-        return spec, is_same
+        return {}, is_same
     if model.get("_target_") != spec.model.target:
-        return spec, False
+        return {}, False
     if init_from is not None and not is_same:
         if runs.find_pipeline(init_from, who="init_from").resolve() != Path(base).resolve():
-            return spec, False
+            return {}, False
     elif init_from is None and spec.model.get("pretrained") is not None:
-        return spec, False
+        return {}, False
     log.info("resume=%s: the run started from %s", resume, base)
-    adopted = {f"model.{key}": model[key] for key in OF_PRETRAINED if model.get(key) is not None}
-    return spec.with_settings(adopted), init_from is not None
+    return {f"model.{key}": model[key] for key in OF_PRETRAINED if model.get(key) is not None}, init_from is not None
 
 
 def _started(spec: RunSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -189,13 +187,6 @@ def _plain_text(model: Mapping[str, Any], key: str) -> str | None:
     return value
 
 
-def is_resumed(spec: RunSpec) -> bool:
-    """Return whether there is a run to resume; its first checkpoint is written after all processes have joined."""
-    if spec["resume"] != "auto":
-        return spec["resume"] is not None
-    return bool(checkpoint.all_checkpoints(spec["output_dir"]))
-
-
 def adopt_engine_file(spec: RunSpec) -> RunSpec:
     """Replace defaults that the command line leaves unset by the explicit values of a user's DeepSpeed file."""
     source = spec.get("strategy.config")
@@ -208,7 +199,7 @@ def adopt_engine_file(spec: RunSpec) -> RunSpec:
     changes = deepspeed_precedence.settle(
         config,
         spec.settings,
-        spec.given,
+        spec.overridden,
         world_size=spec.num_processes,
         on_cuda=spec.cuda_devices > 0,
         who=deepspeed_config.name_of(source),
@@ -330,17 +321,25 @@ def check_not_scanned(spec: RunSpec) -> None:
         )
 
 
-def _paths_read(spec: RunSpec, *, resumed: bool) -> dict[str, str]:
-    """Return the settings that name a file or folder which the run reads, with their values.
-
-    The model of a resumed run is left out: it may lie in the run's own folder.
-    """
+def _check_output_dir(spec: RunSpec) -> None:
+    """Check that the run may write into its folder; only the first process reads all of it."""
+    if is_first_process():
+        check_not_scanned(spec)
     of_data = {key: value for key, value in spec["data"].items() if isinstance(value, str)}
     reads = {
         key if key in spec.settings and key.endswith("_dir") else f"data.{key}": value for key, value in of_data.items()
     }
-    if not resumed:
-        reads |= {"init_from": spec["init_from"]}
-        reads |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
-    # Values that do not exist are no paths (column names, hub ids), except folders of class images to be drawn.
-    return {k: v for k, v in reads.items() if v and (k.endswith("_dir") or os.path.exists(v))}
+    of_model = {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
+    of_model["init_from"] = spec["init_from"]
+    check_place(spec["output_dir"], key="output_dir")
+    run_dir = spec.output_dir
+    is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
+    resuming = spec["resume"] == "auto" or is_continued
+    if is_first_process():
+        if not is_continued:  # then they may lie in the run's own folder
+            reads |= of_model
+        # Values that do not exist are no paths (column names, hub ids), except folders of class images to be drawn.
+        paths = {key: path for key, path in reads.items() if path and (key.endswith("_dir") or os.path.exists(path))}
+        runs.check_output_dir(run_dir, resuming=resuming, overwrite=spec["overwrite"], reads=paths)
+    elif not resuming and not spec["overwrite"]:
+        runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -90,12 +90,12 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
-            return finish(trainer, datamodule, run_dir)
+            return finish(trainer, datamodule, spec)
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:
     """Build the trainer with the callbacks, loggers and strategy of the run."""
-    from sd_lightning.training.precision import precision_options
+    from sd_lightning.training.speed import precision_options
 
     loggers = [spec.build(f"logger.{name}") for name, node in (spec.get("logger") or {}).items() if node is not None]
     if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
@@ -116,7 +116,8 @@ def build_module(spec: RunSpec) -> SDLightningModule:
     """Build the model, wrap it for training, and apply the speed switches."""
     grows = spec.learned_token is not None  # a row is added to the weights that the text encoder's file holds
     trains_texts = spec["module.train_text_encoder"] and not grows
-    module = wrap(spec, load_model(spec, ("denoiser", "text_encoders") if trains_texts else ("denoiser",)))
+    deferred = ("denoiser", "text_encoders") if trains_texts else ("denoiser",)
+    module = wrap(spec, spec.load_model(deferred=deferred))
     if spec.starts_from_lightning:
         runs.load_lightning_checkpoint(spec["init_from"], module)
     spec.speed.apply_(module.trained_networks(), None if spec.recomputation is None else spec.recomputation.kept)
@@ -134,20 +135,6 @@ def wrap(spec: RunSpec, latent_diffusion: LatentDiffusion) -> SDLightningModule:
         lr_scheduler=spec.lr_scheduler,
         **{name: part for name, part in optional.items() if part is not None},
     )
-
-
-def load_model(spec: RunSpec, deferred: Sequence[str]) -> LatentDiffusion:
-    """Load the run's model; the weights of networks are read later, where that is possible."""
-    return spec.model.load(deferred=deferred if can_defer(spec) else ())
-
-
-def can_defer(spec: RunSpec) -> bool:
-    """Return whether weights may be read when the strategy has placed the networks, not with the model.
-
-    A checkpoint of Lightning's is loaded into whole weights, and Lightning's averages copy the module before a strategy
-    has read them.
-    """
-    return spec.model.is_ours and not spec.starts_from_lightning and not spec.averages_by_lightning
 
 
 def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
@@ -185,10 +172,10 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: Choice | None) -> None:
     """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
+    run_dir, settings = spec.output_dir, spec.yaml()
     checkpoints_of(trainer).folder.open(overwrite=spec["overwrite"])
-    run_dir = spec.output_dir
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
-        tmp.write_text(spec.yaml())
+        tmp.write_text(settings)
     if choice is not None:
         from sd_lightning.apps.plan_record import record
 

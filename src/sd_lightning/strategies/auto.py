@@ -18,7 +18,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.candidates import Candidate
-from sd_lightning.planner.choice import Choice, NothingFits
+from sd_lightning.planner.choice import Choice
 from sd_lightning.planner.devices import Device
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
@@ -71,11 +71,11 @@ class AutoStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout_seconds=timeout_seconds)
         use_expandable_segments()
-        self._given: tuple[Device, Speeds] | None = None
+        self._hardware: tuple[Device, Speeds] | None = None
         if isinstance(device, str):
-            self._given = hardware(device)
+            self._hardware = hardware(device)
         elif device is not None:
-            self._given = device, Speeds.of(device)
+            self._hardware = device, Speeds.of(device)
         self._host_memory, self._run = host_memory, run
         self._candidates = list(presets.candidates() if candidates is None else candidates)
 
@@ -93,13 +93,10 @@ class AutoStrategy(DDPStrategy):
             return
         self._check(trainer)
         with isolate_rng():  # a traced step may draw random numbers
-            what = predicted(trainer, model, self._run)
-            search = self._search(trainer, what)
-            try:
-                choice = Choice.of(search, "AutoStrategy" + what.how)
-            except NothingFits as error:
-                raise error.with_remedy(_remedy(search)) from None
-        plan = self._become(trainer, model, what, choice.plans)
+            planned = predicted(trainer, model, self._run)
+            search = self._search(planned)
+            choice = Choice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(search))
+        plan = self._become(trainer, model, planned, choice.plans)
         for line in replace(choice, plan=plan).lines():
             rank_zero_info(line)
 
@@ -115,11 +112,11 @@ class AutoStrategy(DDPStrategy):
                 "another strategy, e.g. strategy=FSDPStrategy()"
             )
 
-    def _search(self, trainer: Any, what: Predicted) -> Search:
-        run = what.run
-        cluster, speeds = self._hardware()
+    def _search(self, planned: Predicted) -> Search:
+        run = planned.run
+        cluster, speeds = self._cluster()
         return Search(
-            what.subject,
+            planned.subject,
             run,
             cluster,
             speeds=speeds,
@@ -130,27 +127,27 @@ class AutoStrategy(DDPStrategy):
             tf32=torch.backends.cuda.matmul.allow_tf32,
         )
 
-    def _hardware(self) -> tuple[Cluster, Speeds]:
+    def _cluster(self) -> tuple[Cluster, Speeds]:
         """Return the devices of this run, and their speeds."""
-        if self._given is not None:  # also of a GPU that is planned for on a CPU
-            device, speeds = self._given
+        if self._hardware is not None:  # also of a GPU that is planned for on a CPU
+            device, speeds = self._hardware
             cluster = cluster_here(device, self.world_size, on_cpu=False)
         else:
             device, speeds = hardware_here()
             cluster = cluster_here(device, self.world_size, on_cpu=self.root_device.type != "cuda")
         return replace(cluster, host_memory=self._host_memory or cluster.host_memory), speeds
 
-    def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> Plan:
+    def _become(self, trainer: Any, module: pl.LightningModule, planned: Predicted, plans: Plans) -> Plan:
         """Give the trainer the fastest strategy that takes the module, as if it had been passed to it."""
         connector = trainer._accelerator_connector
-        refused = list(found.skip_reasons)
-        for plan in found.best:
+        refused = list(plans.skip_reasons)
+        for plan in plans.best:
             engine = plan.candidate.build(**plan.candidate.settings)
             strategy = engine if isinstance(engine, Strategy) else connector._choose_strategy()
             connector._strategy_flag = strategy
             try:
                 connector._validate_precision_choice()
-                engine_of(strategy).check(trainer, what.checked)
+                engine_of(strategy).check(trainer, planned.checked)
                 strategy.connect(module)
             except (UsageError, ValueError) as error:
                 refused.append(f"{plan.candidate.name}: {error}")

@@ -1,6 +1,6 @@
-"""What is predicted for a LightningModule: an ``SDLightningModule``'s run, or a traced step of any other.
+"""The settings of a run that the planner reads; and what it predicts for a LightningModule that it does not know.
 
-Any other module needs an ``example_input_array``, whose first dimension is the batch of one process. Its step is traced
+Modules other than ours need an ``example_input_array``, whose first dimension is the batch of one process. Its step is traced
 on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as the
 batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic counts.
 The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one element each
@@ -87,8 +87,9 @@ def predicted(trainer: Any, module: pl.LightningModule, run: TrainingRun | None)
     """
     processes, accumulate, how = trainer.world_size, trainer.accumulate_grad_batches, ""
     subject: LatentDiffusion | Subject
+    checked = module
     if isinstance(module, PlannedModule):
-        subject, checked = module.latent_diffusion, module
+        subject = module.latent_diffusion
         if run is None:
             settings = module.run_settings(trainer)
         else:

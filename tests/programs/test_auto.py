@@ -15,7 +15,7 @@ from refusals import call
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.apps import planning
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.planner.choice import Choice
+from sd_lightning.planner.choice import PlanChoice
 from sd_lightning.planner.devices import DTYPES, GIB, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
@@ -40,7 +40,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     return has
 
 
-def choose(compose: Compose, *options: str) -> tuple[RunSpec, Choice]:
+def choose(compose: Compose, *options: str) -> tuple[RunSpec, PlanChoice]:
     return planning.choose_plan(RunSpec.of(compose("train", "strategy=auto", *options)))
 
 

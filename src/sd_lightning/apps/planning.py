@@ -18,7 +18,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.checkpointing import Recomputation, choose
-from sd_lightning.planner.choice import Choice
+from sd_lightning.planner.choice import PlanChoice
 from sd_lightning.planner.devices import USABLE, Device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
 from sd_lightning.planner.here import cluster_here, hardware_here
@@ -87,7 +87,7 @@ def _check_predictable(spec: RunSpec, who: str, remedy: str) -> None:
         raise UsageError(f"{who} needs the size of the images; write data.resolution=<that of the store>")
 
 
-def choose_plan(spec: RunSpec) -> tuple[RunSpec, Choice]:
+def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
     """Choose what a run leaves to the planner.
 
     Returns:
@@ -124,7 +124,7 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, Choice]:
         helping = [option for option in changes if not option.startswith(("gpu", "host", "encoders"))]
         return f"write {' or '.join(helping)}" if helping else "write a smaller data.resolution, or take a larger GPU"
 
-    choice = Choice.of(search, who, remedy)
+    choice = PlanChoice.of(search, who, remedy)
     plan = choice.plan
     settings: dict[str, Any] = {
         "trainer.accumulate_grad_batches": plan.run.accumulate,
@@ -137,7 +137,7 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, Choice]:
     return spec.with_settings(settings), choice
 
 
-def recomputation(spec: RunSpec, choice: Choice | None = None) -> Recomputation:
+def recomputation(spec: RunSpec, choice: PlanChoice | None = None) -> Recomputation:
     """Choose what blocks keep for backward, for the limit in ``speed.gradient_checkpointing``.
 
     Args:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion
-    from sd_lightning.planner.choice import Choice
+    from sd_lightning.planner.choice import PlanChoice
     from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         )
 
 
-def open_run(spec: RunSpec, trainer: pl.Trainer, choice: Choice | None) -> None:
+def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None) -> None:
     """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it

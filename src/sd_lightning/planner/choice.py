@@ -15,7 +15,7 @@ _SAFER = 0.9
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The plan of a run."""
 
     plans: Plans
@@ -25,7 +25,7 @@ class Choice:
     plan: Plan
 
     @classmethod
-    def of(cls, search: Search, who: str, remedy: Callable[[Plans], str]) -> Choice:
+    def of(cls, search: Search, who: str, remedy: Callable[[Plans], str]) -> PlanChoice:
         """Take the fastest plan that fits.
 
         Args:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.candidates import Candidate
-from sd_lightning.planner.choice import Choice
+from sd_lightning.planner.choice import PlanChoice
 from sd_lightning.planner.devices import Device
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
@@ -31,7 +31,6 @@ from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.predicted import Predicted, predicted
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
-_COUNTS = (2, 4, 8)
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -95,7 +94,7 @@ class AutoStrategy(DDPStrategy):
         with isolate_rng():  # a traced step may draw random numbers
             planned = predicted(trainer, model, self._run)
             search = self._search(planned)
-            choice = Choice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(search))
+            choice = PlanChoice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(planned.run))
         plan = self._become(trainer, model, planned, choice.plans)
         for line in replace(choice, plan=plan).lines():
             rank_zero_info(line)
@@ -184,15 +183,7 @@ class _SameChoice(Callback):
             )
 
 
-def _remedy(search: Search) -> str:
+def _remedy(run: TrainingRun) -> str:
     """Return what would make a plan fit, in Python's words."""
-    count, helps = search.cluster.count, []
-    for more in _COUNTS:
-        if more > count:
-            plan = search.with_changes(search.run, replace(search.cluster, count=more)).smallest_that_fits()
-            if plan is not None:
-                helps.append(f"devices={more}, with {plan.candidate.name}")
-                break
-    helps.append(f"a batch below {search.run.batch_size} per process, or recomputed activations")
-    helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
-    return f"what may help: {'; '.join(helps)}"
+    helps = f"more devices, a batch below {run.batch_size} per process, or recomputed activations"
+    return f"what may help: {helps}" + (", or precision=bf16-mixed" if run.precision == "32-true" else "")

@@ -1,10 +1,10 @@
 """The settings of a run that the planner reads; and what it predicts for a LightningModule that it does not know.
 
-Modules other than ours need an ``example_input_array``, whose first dimension is the batch of one process. Its step is traced
-on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as the
-batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic counts.
-The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one element each
-but the module's trainer; it is AdamW if that fails, or if there are several.
+Modules other than ours need an ``example_input_array``, whose first dimension is the batch of one process. Its step is
+traced on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as
+the batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic
+counts. The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one
+element each but the module's trainer; it is AdamW if that fails, or if there are several.
 """
 
 from __future__ import annotations

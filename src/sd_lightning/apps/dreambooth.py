@@ -230,7 +230,10 @@ def prepare(spec: RunSpec) -> None:
     Raises:
         UsageError: No model is given to start from, or class images cannot be drawn.
     """
-    base = str(spec["init_from"]) if spec.starts_from_lightning else spec.model.name
+    model = spec.model
+    base: str | None = model.get("pretrained") or (None if model.is_ours else model.target)
+    if spec.starts_from_lightning:
+        base = str(spec["init_from"])
     if base is None and spec["init_from"] is None and spec.resume is None:
         raise UsageError(
             f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "

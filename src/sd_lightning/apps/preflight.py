@@ -119,9 +119,7 @@ def _with_start(spec: RunSpec) -> RunSpec:
     from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
 
     state, parts = read_trainer_state(continued), trained_parts(spec.lora, spec.learned_token)
-    check_same_parts(
-        state, parts, continued
-    )  # again when the module is built; here before slow work such as class images
+    check_same_parts(state, parts, continued)  # also when the module is built, after slow work such as class images
     return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
 
 

@@ -54,13 +54,6 @@ class ModelSource:
         """Return an argument of the function; None if it is not set."""
         return self.builder.arguments.get(name)
 
-    @property
-    def name(self) -> str | None:
-        """The pretrained model, or the function of one's own; None for random weights."""
-        if self.is_ours:
-            return self.get("pretrained")
-        return self.get("pretrained") or self.target
-
     def check(self) -> None:
         """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or pictures.
 
@@ -168,10 +161,6 @@ class RunSpec:
         value = self.get(path)
         return None if value is None else _conf.instantiate(_conf.section(path, value), **kwargs)
 
-    def builder(self, path: str) -> _conf.Builder:
-        """Return what builds the object of a section."""
-        return _conf.builder(_conf.section(path, self[path]))
-
     @property
     def strategy(self) -> Strategy | str:
         """The strategy; "auto" is Lightning's for one process."""
@@ -206,7 +195,7 @@ class RunSpec:
     @property
     def model(self) -> ModelSource:
         if "model" not in self._built:
-            self._built["model"] = ModelSource(self.builder("model"))
+            self._built["model"] = ModelSource(_conf.builder(_conf.section("model", self["model"])))
         return self._built["model"]
 
     @property

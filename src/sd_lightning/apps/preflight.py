@@ -54,8 +54,8 @@ def preflight(spec: RunSpec) -> RunSpec:
         from sd_lightning.apps import planning  # takes longer to import than the rest
 
         planning.check(spec)
-    check_optimizer(spec)
     check_trainer(spec)
+    check_optimizer(spec)
     spec = _with_start(spec)
     _check_output_dir(spec)
     return spec
@@ -327,8 +327,8 @@ def _check_output_dir(spec: RunSpec) -> None:
     reads = {
         key if key in spec.settings and key.endswith("_dir") else f"data.{key}": value for key, value in of_data.items()
     }
-    of_model = {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
-    of_model["init_from"] = spec["init_from"]
+    of_model = {"init_from": spec["init_from"]}
+    of_model |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
     check_place(spec["output_dir"], key="output_dir")
     run_dir = spec.output_dir
     is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run

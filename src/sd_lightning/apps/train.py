@@ -58,19 +58,20 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
             return 0
     quiet_libraries()
-    spec.model.check()
     if spec.left_to_planner():
         from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
 
+        spec.model.check()
         spec, choice = choose_plan(spec)
         check_trainer(spec)
         if is_first_process():
             print(*choice.lines(), sep="\n")
+    trainer = build_trainer(spec)
+    spec.model.check()
     if spec.speed.limits_activations:
         from sd_lightning.apps.planning import recomputation
 
         spec = replace(spec, recomputation=recomputation(spec, choice))
-    trainer = build_trainer(spec)
     if prepare is not None:
         prepare(spec)
     datamodule = spec.build("data")

@@ -31,7 +31,7 @@ from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes.group import leave_process_group
-from sd_lightning.training.precision import precision_options
+from sd_lightning.training.speed import precision_options
 from unet_35m import build, make_batches
 
 BUCKETS: dict[str, int] = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}

@@ -24,7 +24,7 @@ API = {
     "models": (
         "Models and training",
         [f"sd_lightning.{name}" for name in ("SDLightningModule", "LatentDiffusion", "Objective", "SamplingOptions")]
-        + ["sd_lightning.UsageError", "sd_lightning.register_strategies", "sd_lightning.quantization"],
+        + ["sd_lightning.UsageError", "sd_lightning.quantization"],
     ),
     "families": ("Families of models", ["sd_lightning.models.families"]),
     "data": (

@@ -74,13 +74,11 @@ def _planned(setup: Setup) -> tuple[Any, Any]:
     import torch
     from bitsandbytes.optim import AdamW8bit
 
-    import sd_lightning
     from sd_lightning import LatentDiffusion
     from sd_lightning.planner import plan
-    from sd_lightning.planner.footprint import CANDIDATES
     from sd_lightning.planner.run import TrainingRun
+    from sd_lightning.strategies import presets
 
-    sd_lightning.register_strategies()
     options = dict(setup.run)
     if "encoder_dtype" in options:
         options["encoder_dtype"] = getattr(torch, options["encoder_dtype"])
@@ -96,7 +94,7 @@ def _planned(setup: Setup) -> tuple[Any, Any]:
         host_memory=2**50,
         micro_batches=[setup.batch_size],
         checkpointing=setup.checkpointing,
-        candidates=[next(each for each in CANDIDATES if each.name == setup.strategy)],
+        candidates=[next(each for each in presets.candidates() if each.name == setup.strategy)],
         tf32=setup.tf32,
     )
     (only,) = found.best or found.too_large

@@ -120,10 +120,8 @@ def measure(
     """
     import deepspeed  # noqa: F401  without it, columns would be empty
 
-    import sd_lightning
     from sd_lightning import LatentDiffusion
 
-    sd_lightning.register_strategies()
     metrics: dict[str, float] = {}
     found = machines(gpus)
     for name in dict.fromkeys([*models, pre_trained]):
@@ -223,21 +221,18 @@ def _run(machine: Machine, resolution: int, **options: Any) -> TrainingRun:
 
 
 def _candidates() -> list[Any]:
-    from sd_lightning.planner.footprint import CANDIDATES
+    from sd_lightning.strategies.presets import candidates
 
-    return [each for each in CANDIDATES if each.name in STRATEGIES]
+    return [each for each in candidates() if each.name in STRATEGIES]
 
 
 def _offloading_partly() -> list[Any]:
-    from sd_lightning.planner.footprint import CANDIDATES
+    from sd_lightning.strategies.presets import candidates
 
-    return [each for each in CANDIDATES if each.strategy == GEMINI and FRACTION in each.settings]
+    return [each for each in candidates() if each.strategy == GEMINI and FRACTION in each.settings]
 
 
 def suited(count: int) -> Iterator[str]:
     """Yield the strategies that are for a number of GPUs, in the order of the tables."""
-    import sd_lightning
-
-    sd_lightning.register_strategies()
     names = {each.name for each in _candidates() if each.suits(count)}
     yield from (name for name in STRATEGIES if name in names)

@@ -17,6 +17,7 @@ def measure() -> dict[str, float | list[float]]:
     from sd_lightning.planner.forecast import Forecaster
     from sd_lightning.planner.run import TrainingRun
     from sd_lightning.strategies.gemini import GeminiStrategy
+    from sd_lightning.strategies.presets import candidates
 
     torch.zeros(2, device="meta").sum()
     run = TrainingRun(1, 1024, averages=True, encoder_dtype=torch.bfloat16)
@@ -28,7 +29,7 @@ def measure() -> dict[str, float | list[float]]:
         return time.perf_counter() - started
 
     def all_strategies(model: LatentDiffusion) -> None:
-        assert len(plan(model, "a100-80gb", 8, run=run).best) > 10
+        assert len(plan(model, "a100-80gb", 8, run=run, candidates=candidates()).best) > 10
 
     def one(model: LatentDiffusion) -> None:
         forecaster = Forecaster(model, run)

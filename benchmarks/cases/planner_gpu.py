@@ -127,12 +127,10 @@ def measure(
 
 def plans(model: Any, found: Any, names: list[str], setting: Setting | None, sizes: list[int]) -> Any:
     """Return the plans of some candidates on this machine, the fastest first; with the batch sizes to choose from."""
-    import sd_lightning
-    from sd_lightning.planner.footprint import CANDIDATES
     from sd_lightning.planner.run import TrainingRun
     from sd_lightning.planner.search import plan
+    from sd_lightning.strategies import presets
 
-    sd_lightning.register_strategies()
     run = TrainingRun(
         1,
         model.resolution,
@@ -140,7 +138,7 @@ def plans(model: Any, found: Any, names: list[str], setting: Setting | None, siz
         optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True),
         cache_latents=True,
     )
-    candidates = [each for each in CANDIDATES if each.name in names]
+    candidates = [each for each in presets.candidates() if each.name in names]
     options: dict[str, Any] = {"speeds": found.speeds, "tf32": True, "run": run, "candidates": candidates}
     if setting is not None and setting.checkpointing != "auto":
         options["checkpointing"] = setting.checkpointing
@@ -155,8 +153,7 @@ def trained(architecture: str, plan: Any, steps: int) -> tuple[float, int]:
 
     from sd_lightning import LatentDiffusion, SDLightningModule
     from sd_lightning.strategies.processes.group import leave_process_group
-    from sd_lightning.training.precision import precision_options
-    from sd_lightning.training.speed import Speed
+    from sd_lightning.training.speed import Speed, precision_options
 
     on_cuda = torch.cuda.is_available()
     gc.collect()

@@ -45,9 +45,8 @@ def test_costs_predicts_memory_and_speed_of_what_suits_a_machine(monkeypatch: py
 
 
 def test_costs_says_what_a_strategy_needs_that_does_not_fit() -> None:
-    from sd_lightning import LatentDiffusion, register_strategies
+    from sd_lightning import LatentDiffusion
 
-    register_strategies()
     model, large = LatentDiffusion.build("tiny", device="meta"), machine("rtx-3060", 1)
     small = replace(large, device=replace(large.device, memory_gib=0.5))
     found = costs.cells(model, "x", small, 32)
@@ -58,9 +57,8 @@ def test_costs_says_what_a_strategy_needs_that_does_not_fit() -> None:
 
 
 def test_gemini_offloads_a_part_where_it_does_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd_lightning import LatentDiffusion, register_strategies
+    from sd_lightning import LatentDiffusion
 
-    register_strategies()
     monkeypatch.setattr(costs, "STRATEGIES", ("gemini",))
     model, large = LatentDiffusion.build("tiny", device="meta"), machine("rtx-3060", 1)
     resident = costs.cells(model, "x", replace(large, device=replace(large.device, memory_gib=0.1)), 32)
@@ -147,16 +145,14 @@ def test_a_line_of_a_gpu_without_a_table_is_told_and_left_out(capsys: pytest.Cap
 
 
 def test_runs_of_gpu_cases_name_what_the_planner_and_the_models_know() -> None:
-    from sd_lightning import register_strategies
     from sd_lightning.models import families
-    from sd_lightning.planner.footprint import CANDIDATES
+    from sd_lightning.strategies.presets import candidates
 
-    register_strategies()
     cases = {name: load.MEASURED for name in run.case_names() if hasattr(load := run.load_case(name), "MEASURED")}
     assert {"train_step_gpu", "gemini_gpu", "planner_gpu"} <= cases.keys()
     for each in (each for runs in cases.values() for each in runs.values()):
         assert families.architecture(each.model) and each.resolution % 8 == 0 and each.gpus > 0
-        assert each.strategy in {candidate.name for candidate in CANDIDATES}
+        assert each.strategy in {candidate.name for candidate in candidates()}
     with pytest.raises(ValueError, match="Run got encoders=some; expected one of all, text, none"):
         Run("sd15", 512, "single", 8, encoders="some")
 

@@ -53,17 +53,7 @@ def __getattr__(name: str) -> Any:
         return version("sd-lightning")
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
-    if name == "SDLightningModule":  # training imports Lightning anyway
-        register_strategies()
     return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)
-
-
-def register_strategies() -> None:
-    """Tell Lightning and the planner which strategies there are."""
-    from sd_lightning.strategies import presets
-
-    presets.register_strategies()
-    presets.register_candidates()
 
 
 class _LightningHook(MetaPathFinder):
@@ -89,14 +79,19 @@ class _LightningHook(MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                # Not the planner's candidates: one of their modules may be what imports Lightning.
-                importlib.import_module("sd_lightning.strategies.presets").register_strategies()
+                _register_strategies()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
+def _register_strategies() -> None:
+    from sd_lightning.strategies import presets
+
+    presets.register_strategies()
+
+
 if _LightningHook.name in sys.modules:
-    register_strategies()
+    _register_strategies()
 else:
     sys.meta_path.insert(0, _LightningHook())

@@ -16,13 +16,13 @@ from sd_lightning.apps import plan as planning_app
 from sd_lightning.planner import measuring, plan
 from sd_lightning.planner.calibration import Calibration, device_name, file_of, hardware, hardware_here, load
 from sd_lightning.planner.devices import DTYPES, Cluster, load_device
-from sd_lightning.planner.footprint import CANDIDATES, Candidate, Traffic
+from sd_lightning.planner.footprint import Candidate, Traffic
 from sd_lightning.planner.measuring import Effort, Stopwatch, calibrate, measured_links
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import COLLECTIVES, KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Search
-from sd_lightning.strategies.presets import register_candidates
+from sd_lightning.strategies.presets import candidates
 
 LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 ASSUMED = "link, hooks, what threads hide assumed"
@@ -205,7 +205,7 @@ def test_plans_are_made_with_a_calibration(measured: Calibration, tmp_path: Path
     found = []
     for name, each in (("here", replace(measured, device=slow.device)), ("slow", slow)):
         each.write(tmp_path / f"{name}.json")
-        found.append(plan(tiny, str(tmp_path / f"{name}.json"), batch_size=64))
+        found.append(plan(tiny, str(tmp_path / f"{name}.json"), candidates=candidates(), batch_size=64))
     fast, slower = (each.best[0].images_per_second for each in found)
     assert fast > 2 * slower and found[0].speeds == measured.speeds
 
@@ -250,8 +250,7 @@ def test_an_average_in_host_memory_takes_time_there() -> None:
 
 
 def _named(name: str) -> Candidate:
-    register_candidates()
-    return next(each for each in CANDIDATES if each.strategy == name)
+    return next(each for each in candidates() if each.strategy == name)
 
 
 def test_the_program_measures_and_plans_for_this_machine_use_it(

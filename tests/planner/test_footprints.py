@@ -12,7 +12,6 @@ import torch
 from places import REPO
 from sd_lightning import LatentDiffusion
 from sd_lightning.planner.footprint import (
-    CANDIDATES,
     PAGE_LOCKED_ROUNDING,
     Candidate,
     Footprint,
@@ -25,10 +24,9 @@ from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies import engine_of
 from sd_lightning.strategies.deepspeed import deepspeed
-from sd_lightning.strategies.presets import register_candidates
+from sd_lightning.strategies.presets import candidates
 
-register_candidates()
-BY_NAME = {candidate.strategy: candidate for candidate in reversed(CANDIDATES)}
+BY_NAME = {candidate.strategy: candidate for candidate in reversed(candidates())}
 PAGE = (REPO / "docs" / "strategies.md").read_text(encoding="utf-8")
 TABLE = PAGE[PAGE.index("| `strategy=` |") :].split("\n\n")[0]
 ROWS = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|", TABLE, re.MULTILINE)}

@@ -14,12 +14,13 @@ from places import CONF
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.planner import plan
 from sd_lightning.planner.devices import Device, device_of, load_device, tables
-from sd_lightning.planner.footprint import CANDIDATES, Candidate, Footprint, Traffic, Workload, replicated
+from sd_lightning.planner.footprint import Candidate, Footprint, Traffic, Workload, replicated
 from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, HOST_ALLOWANCE, Forecaster
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans, _count_that_fit
+from sd_lightning.strategies import presets
 
 TABLES = CONF / "devices"
 NOTHING = Traffic()
@@ -38,7 +39,7 @@ def gpu(megabytes: float, **changes: Any) -> Device:
 
 
 def searched(model: LatentDiffusion, device: Device, count: int = 1, **options: Any) -> Plans:
-    return plan(model, device, count, run=RUN, **options)
+    return plan(model, device, count, run=RUN, **{"candidates": presets.candidates(), **options})
 
 
 @pytest.mark.parametrize("name", tables())
@@ -295,7 +296,4 @@ def test_limits_that_make_no_sense_are_refused(tiny: LatentDiffusion, options: d
 
 
 def _named(name: str) -> Candidate:
-    from sd_lightning.strategies.presets import register_candidates
-
-    register_candidates()
-    return next(each for each in CANDIDATES if each.strategy == name)
+    return next(each for each in presets.candidates() if each.strategy == name)

@@ -18,7 +18,7 @@ from sd_lightning.planner.recording import record
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Search
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.presets import register_candidates
+from sd_lightning.strategies.presets import candidates
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,7 @@ def prepared(tiny: LatentDiffusion, gigabytes: float) -> Search:
     device = Device(
         "small", gigabytes * 1e9 / GIB, 64, dict.fromkeys(("float32", "tf32", "float16", "bfloat16"), 9.0), 90, 9
     )
-    register_candidates()
-    return Search(tiny, TrainingRun(1, 32), Cluster(device), batch_size=256)
+    return Search(tiny, TrainingRun(1, 32), Cluster(device), candidates=candidates(), batch_size=256)
 
 
 def test_more_memory_is_worth_something_only_if_it_lacks(tiny: LatentDiffusion) -> None:

@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from composing import Compose
 from refusals import call
 from sd_lightning import SDLightningModule, UsageError
-from sd_lightning.apps import auto
-from sd_lightning.apps import train as app
+from sd_lightning.apps import planning
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.planner.choice import Choice
+from sd_lightning.planner.choice import PlanChoice
 from sd_lightning.planner.devices import DTYPES, GIB, Cluster, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
@@ -34,15 +33,15 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
     def has(gigabytes: float) -> None:
         device = Device("a small GPU", gigabytes * GB / GIB, 8, dict.fromkeys(DTYPES, 10.0), 300, 10)
-        monkeypatch.setattr(auto, "hardware_here", lambda: (device, Speeds.of(device)))
+        monkeypatch.setattr(planning, "hardware_here", lambda: (device, Speeds.of(device)))
         monkeypatch.setattr(Cluster, "here", lambda d, count, on_cpu: Cluster(d, count, HOST))
 
     has(24)
     return has
 
 
-def choose(compose: Compose, *options: str) -> tuple[RunSpec, Choice]:
-    return auto.choose(RunSpec.of(compose("train", "strategy=auto", *options)))
+def choose(compose: Compose, *options: str) -> tuple[RunSpec, PlanChoice]:
+    return planning.choose_plan(RunSpec.of(compose("train", "strategy=auto", *options)))
 
 
 def summary_of(run: str) -> Any:
@@ -120,7 +119,7 @@ def test_the_strategy_that_is_given_is_kept_with_its_settings(
     compose: Compose, hardware: Hardware, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = compose("train", "strategy=gemini", "strategy.offload_optim_frac=0.5", "data.batch_size=auto")
-    spec, choice = auto.choose(RunSpec.of(cfg))
+    spec, choice = planning.choose_plan(RunSpec.of(cfg))
     assert spec["strategy.offload_optim_frac"] == 0.5 and isinstance(spec["data.batch_size"], int)
     assert choice.lines()[0].startswith("data.batch_size=auto on 1 x a small GPU, ") and len(choice.lines()) == 1
 
@@ -161,7 +160,7 @@ def test_out_of_memory_names_the_plan_and_a_safer_one(
 def test_contradictions_are_refused(compose: Compose, options: list[str], message: str) -> None:
     cfg = compose("train", "strategy=auto", *options)
     with pytest.raises(UsageError, match=message):
-        auto.check(RunSpec.of(cfg))
+        planning.check(RunSpec.of(cfg))
 
 
 def test_what_lacks_is_said_if_nothing_fits(compose: Compose, hardware: Hardware) -> None:
@@ -176,7 +175,7 @@ def test_what_lacks_is_said_if_nothing_fits(compose: Compose, hardware: Hardware
 def test_a_strategy_that_measures_cannot_be_planned(compose: Compose, hardware: Hardware) -> None:
     cfg = compose("train", "strategy=gemini_auto", "data.batch_size=auto")
     with pytest.raises(UsageError, match="no strategy can be planned: the strategy chooses what it offloads by meas"):
-        auto.choose(RunSpec.of(cfg))
+        planning.choose_plan(RunSpec.of(cfg))
 
 
 def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardware) -> None:
@@ -184,8 +183,8 @@ def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardwa
         hardware(gigabytes)
         cfg = compose("dreambooth", "experiment=auto", "instance_data_dir=photos", "instance_prompt=a sks dog")
         spec = RunSpec.of(cfg)
-        auto.check(spec)
-        spec, choice = auto.choose(spec)
+        planning.check(spec)
+        spec, choice = planning.choose_plan(spec)
         assert choice.plan.global_batch == 4 == spec["data.batch_size"]
         return choice.plan
 
@@ -200,4 +199,4 @@ def test_auto_without_a_known_machine_says_how_to_measure_it(
     monkeypatch.chdir(tmp_path)
     cfg = compose("train", "strategy=auto")
     with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate"):
-        app.planned(RunSpec.of(cfg))
+        planning.choose_plan(RunSpec.of(cfg))

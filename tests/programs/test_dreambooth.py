@@ -78,7 +78,7 @@ def adapted(folder: Path) -> Path:
     return folder / "lora"
 
 
-def test_class_images_are_kept_and_topped_up(full: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_class_images_are_kept_and_topped_up(full: Path, folder: Path) -> None:
     first = {path: path.stat().st_mtime_ns for path in (folder / "pictures").rglob("*.png")}
     assert len(first) == 4
     with Image.open(min(first)) as image:
@@ -89,9 +89,7 @@ def test_class_images_are_kept_and_topped_up(full: Path, folder: Path, capfd: py
         (expected,) = generate(model, ["a handwritten digit"], seeds=[0], options=options, device=torch.device("cpu"))
         assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
     options = f"{PRIOR} num_class_images=6 max_train_steps=1 init_from=base output_dir=more validation_prompt=two"
-    capfd.readouterr()
     assert call(f"{DREAMBOOTH} {options}") == 0
-    assert "validation_prompt='two' has none of the words for the subject (sks)" in capfd.readouterr().err
     second = {path: path.stat().st_mtime_ns for path in (folder / "pictures").rglob("*.png")}
     assert len(second) == 6 and second.items() >= first.items()
     assert not list((folder / "pictures").rglob(".tmp*"))
@@ -283,12 +281,12 @@ def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
     prior = {"with_prior_preservation": True, "class_prompt": prompt, "class_prompts": []}
     spec = RunSpec({**given, **prior, "num_class_images": 4, "sample_batch_size": 4})
     if remedy is None:
-        dreambooth.checks.check_token(token, [caption])
-        assert dreambooth.checks.check_prompts(spec, [caption]) == [prompt]
+        dreambooth.check_token(token, [caption])
+        assert dreambooth.class_prompts(spec, [caption]) == [prompt]
         return
     with pytest.raises(UsageError, match=re.escape(remedy)):
-        dreambooth.checks.check_token(token, [caption])
-        dreambooth.checks.check_prompts(spec, [caption])
+        dreambooth.check_token(token, [caption])
+        dreambooth.class_prompts(spec, [caption])
 
 
 def test_class_images_lie_beside_an_output_that_is_named_as_a_folder(

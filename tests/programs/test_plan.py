@@ -102,7 +102,7 @@ def test_the_printed_command_trains_what_was_planned(
     train = compose("train", *words, "logger=csv")
     assert program == "sd_lightning.train"
     spec = preflight.preflight(RunSpec.of(train))
-    ours = planning.run_of(spec, spec.model.describe())
+    ours = planning.run_of(spec, spec.model.describe(), spec.num_processes)
     assert (ours.batch_size, ours.accumulate, ours.world_size) == (best["micro_batch"], best["accumulate"], cfg.gpus)
     same = ("resolution", "precision", "train_text_encoder", "lora", "encoder_dtype", "averages")
     for name in (*same, "offload_encoders", "cache_latents"):

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from composing import Compose
 from refusals import call, refuse
 from sd_lightning import UsageError
-from sd_lightning.apps import checks, train
+from sd_lightning.apps import planning, preflight, train
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.loading import load_model
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.predicted import predicted
 
 QUICK = ("data.batch_size=8", "trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples=null")
 
@@ -49,8 +50,8 @@ def test_other_settings_make_another_run_which_keeps_what_does_not_depend_on_the
     assert other.strategy is parts[0] is spec.strategy and isinstance(other.strategy, GeminiStrategy)
     assert other.callbacks is parts[2] and other.optimizer is not parts[1]
     assert other.optimizer([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"] == 0.5
-    assert target_of(spec.optimizer) is torch.optim.AdamW and spec.model.build.target is load_model
-    resumed = other.resuming(Path("runs/a"))
+    assert target_of(spec.optimizer) is torch.optim.AdamW and spec.model.builder.target is load_model
+    resumed = other.resuming(Path("runs/a"), batch_size=4)
     assert resumed.callbacks is not other.callbacks and resumed.strategy is other.strategy
 
 
@@ -84,9 +85,22 @@ def test_an_optimizer_may_be_a_factory_that_a_function_returns(compose: Compose)
     """Its target is not ``_partial_``: nothing is known of what it builds."""
     factory = {"_target_": "test_run_spec.sgd_factory", "lr": 0.5}
     spec = RunSpec.of(compose("train", *QUICK)).with_settings({"optimizer": factory})
-    checks.check_trainer(spec)
-    checks.check_parts(spec)
+    preflight.check_trainer(spec)
+    preflight.check_optimizer(spec)
     assert isinstance(train.build_module(spec).configure_optimizers()["optimizer"], torch.optim.SGD)  # type: ignore[index]
+
+
+def test_a_program_and_the_strategy_of_its_trainer_plan_the_same_run(compose: Compose) -> None:
+    options = ("trainable=lora", "module.offload_encoders=true", "trainer.accumulate_grad_batches=2", "seed=3")
+    spec = RunSpec.of(compose("train", *QUICK[:3], *options, "data.batch_size=7", "trainer.precision=bf16-mixed"))
+    trainer, module = train.build_trainer(spec), train.build_module(spec)
+    trainer.datamodule = spec.build("data")  # type: ignore[attr-defined]
+    in_strategy, in_program = predicted(trainer, module, None).run, planning.run_of(spec, spec.model.describe(), 1)
+    assert in_program.batch_size == 4 and in_program.sample_batch_size > 0 and in_program.averages
+    own = {"optimizer": in_program.optimizer, "lora": in_program.lora, "from_files": in_program.from_files}
+    assert replace(in_strategy, **own) == in_program and in_strategy.lora is not None
+    ours, theirs = (run.optimizer([torch.nn.Parameter(torch.zeros(2))]) for run in (in_program, in_strategy))
+    assert type(ours) is type(theirs) and ours.defaults == theirs.defaults
 
 
 def sgd_factory(lr: float) -> Callable[..., torch.optim.Optimizer]:

@@ -18,14 +18,13 @@ import small_training as small
 from ranks import run_jobs
 from sd_lightning import AutoStrategy, UsageError
 from sd_lightning.planner.devices import DTYPES, GIB, Device
-from sd_lightning.planner.footprint import CANDIDATES
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.strategies import presets
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.predicted import _batch_size, _traced
-from sd_lightning.strategies.presets import register_candidates
 from sd_lightning.strategies.processes.group import leave_process_group
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "max_steps": 4}
@@ -190,8 +189,9 @@ def test_a_strategy_that_cannot_train_the_module_is_passed_over(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-2 / self.trainer.estimated_stepping_batches)
 
-    register_candidates()
-    chosen = {name: [each for each in CANDIDATES if each.strategy == name] for name in ("fsdp", "gemini", "single")}
+    chosen = {
+        name: [each for each in presets.candidates() if each.strategy == name] for name in ("fsdp", "gemini", "single")
+    }
     with caplog.at_level(logging.INFO):
         trainer, losses = fit(AutoStrategy(gpu(24), candidates=chosen["gemini"] + chosen["single"]), Own(), tmp_path)
     assert type(trainer.strategy).__name__ == "SingleDeviceStrategy" and len(losses) == 4
@@ -209,9 +209,8 @@ def test_an_optimizer_that_needs_the_trainer_is_checked_before_the_run(
             optimizer = torch.optim.SGD(self.parameters(), lr=1e-2 / self.trainer.max_steps)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
-    register_candidates()
     names = ("deepspeed_zero1_offload", "single")  # its CPU Adam steps no SGD
-    candidates = [each for name in names for each in CANDIDATES if each.strategy == name]
+    candidates = [each for name in names for each in presets.candidates() if each.strategy == name]
     with caplog.at_level(logging.INFO):
         trainer, losses = fit(AutoStrategy(gpu(24), candidates=candidates), Settings(), tmp_path)
     assert type(trainer.strategy).__name__ == "SingleDeviceStrategy" and len(losses) == 4
@@ -230,8 +229,7 @@ def test_a_frozen_block_in_the_optimizer_is_nothing_to_train_under_gemini(tmp_pa
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-2)
 
-    register_candidates()
-    gemini = [each for each in CANDIDATES if each.strategy == "gemini" and not each.settings]
+    gemini = [each for each in presets.candidates() if each.strategy == "gemini" and not each.settings]
     same_order = {"use_distributed_sampler": False}  # Lightning's shuffles
     trainer, losses = fit(AutoStrategy(gpu(24), candidates=gemini), Frozen(), tmp_path, **same_order)
     assert isinstance(trainer.strategy, GeminiStrategy)

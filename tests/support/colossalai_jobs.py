@@ -25,7 +25,7 @@ from sd_lightning.strategies import engine_of, training_state
 from sd_lightning.strategies.colossalai import probe as colossalai_probe
 from sd_lightning.strategies.colossalai import strategy as colossalai
 from sd_lightning.strategies.colossalai.strategy import ColossalAIPrecision, ColossalAIStrategy
-from sd_lightning.training.precision import HalfWeights
+from sd_lightning.training.speed import HalfWeights
 from small_training import apply_speed, data, module, trainer_of
 from strategy_jobs import Losses
 

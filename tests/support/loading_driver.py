@@ -37,7 +37,7 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy
-from sd_lightning.training.precision import precision_options
+from sd_lightning.training.speed import precision_options
 from small_training import adamw, data, fit, trainer_of
 
 _PERIOD = 2039

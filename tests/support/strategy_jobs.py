@@ -29,7 +29,7 @@ from sd_lightning.state.shards import LazyTensor, SavedParameter
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.training.lr_schedules import cosine
-from sd_lightning.training.precision import precision_options
+from sd_lightning.training.speed import precision_options
 from small_training import apply_speed, data, fit, module, trainer_of
 from strategy_table import strategy_of
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
+from sd_lightning.apps import planning
 from sd_lightning.apps import train as cli
-from sd_lightning.apps.checks import check_trainer
+from sd_lightning.apps.preflight import check_trainer
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
@@ -210,7 +211,8 @@ LIMIT = 0.03
 
 def limited(*overrides: str, limit: float | str = LIMIT) -> RunSpec:
     """Return a run with a limit of activations, and with what blocks keep."""
-    return cli.with_recomputation(composed(f"speed.gradient_checkpointing={limit}", *overrides))
+    spec = composed(f"speed.gradient_checkpointing={limit}", *overrides)
+    return replace(spec, recomputation=planning.recomputation(spec))
 
 
 def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pytest.LogCaptureFixture) -> None:

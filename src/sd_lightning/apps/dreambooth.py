@@ -4,33 +4,53 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps import class_images, planning, train
-from sd_lightning.apps import dreambooth_checks as checks
-from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos
+from sd_lightning.apps import class_images, train
+from sd_lightning.apps.planning import run_of
+from sd_lightning.apps.run_spec import RunSpec, target_of
+from sd_lightning.apps.settings import options
+from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
+from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_networks
+from sd_lightning.planner.forecast import Forecast, Forecaster
+from sd_lightning.storage.new_folder import check_writable
+from sd_lightning.strategies import engine_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from sd_lightning.models.generation import SamplingOptions
-    from sd_lightning.planner.forecast import Forecast
 
 log = logging.getLogger(__name__)
 
-_ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
 _LEARNED_TOKEN = "sd_lightning.models.adapters.learned_token.LearnedToken"
+_SAME = {
+    "max_train_steps": "trainer.max_steps",
+    "learning_rate": "optimizer.lr",
+    "resolution": "data.resolution",
+    "gradient_checkpointing": "speed.gradient_checkpointing",
+}
+"""DreamBooth's settings -> their names in the main configuration."""
+_SWITCHES = {
+    "learn_token": ("placeholder_token", "initializer_token"),
+    "with_prior_preservation": (
+        *("class_prompt", "class_prompts", "class_data_dir", "num_class_images", "sample_batch_size"),
+        *("prior_loss_weight", "prior_generation_precision"),
+    ),
+}
+"""Switches -> settings that are unused unless the switch is on."""
 
 
 def run(cfg: DictConfig) -> int:
@@ -48,24 +68,24 @@ def subject_run(spec: RunSpec) -> RunSpec:
     Raises:
         UsageError: The photos cannot be used, or settings contradict each other.
     """
-    checks.check_used(spec)
-    checks.check_once(spec)
-    spec = strip_slash(spec)
-    checks.check_folders(spec)
+    check_command_line(spec)
+    folder: str = spec["output_dir"]
+    stripped = folder.rstrip("/") or folder  # else a slash would be in the default class_data_dir, too
+    pictures = [key for key in ("class_data_dir", "data.class_data_dir") if spec[key] == f"{folder}-class-images"]
+    spec = spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
+    check_folders(spec)
     photos = find_photos(spec["instance_data_dir"], spec["instance_prompt"])
     captions = sorted({photo.caption for photo in photos})
-    changes: dict[str, Any] = {"data.class_prompts": checks.check_prompts(spec, captions)}
+    changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
-        checks.check_token(spec["placeholder_token"], captions)
-        changes["learned_token"] = {"_target_": _LEARNED_TOKEN} | {
-            name: spec[name] for name in ("placeholder_token", "initializer_token")
-        }
+        check_token(spec["placeholder_token"], captions)
+        token = {name: spec[name] for name in ("placeholder_token", "initializer_token")}
+        changes["learned_token"] = {"_target_": _LEARNED_TOKEN, **token}
     if spec["validation_prompt"] is not None and spec.get("callbacks.samples") is not None:
-        checks.warn_of_validation(spec, captions, changes["data.class_prompts"])
         changes["callbacks.samples.prompts"] = [spec["validation_prompt"]] * 4
-    if spec["use_8bit_adam"]:
-        changes["optimizer"] = eight_bit_adam(spec)
     spec = spec.with_settings(changes)
+    if spec["use_8bit_adam"]:
+        spec = with_8bit_adam(spec)
     if is_first_process():
         check_readable(photos, resolution=spec["data.resolution"], max_pixels=spec["data.max_image_pixels"])
         ignored = ignored_photos(spec["instance_data_dir"])
@@ -74,79 +94,186 @@ def subject_run(spec: RunSpec) -> RunSpec:
     return spec
 
 
-def prepare(spec: RunSpec) -> None:
-    """Print the predicted peak memory, and draw missing class images."""
-    checks.check_base(spec)
-    if not is_first_process():
-        if spec["data.class_prompts"]:
-            class_images.wait_for(spec["class_data_dir"], spec["data.class_prompts"], spec["num_class_images"])
-        return
-    checks.check_drawing(spec)
-    missing = missing_class_images(spec)
-    predicted = predict_memory(spec)
-    if predicted is not None:
-        print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
-    if missing:
-        draw_class_images(spec, missing)
+def check_command_line(spec: RunSpec) -> None:
+    """Check that the command line gives no settings whose switch is off, and no setting by two names.
 
-
-def predict_memory(spec: RunSpec) -> Forecast | None:
-    """Return the memory forecast of a run with one process per device; None if it depends on measurements in the run.
-
-    It is computed from the sizes of the loaded pipeline.
+    Raises:
+        UsageError: It does.
     """
-    from sd_lightning.planner.forecast import Forecaster
-    from sd_lightning.strategies import engine_of
-
-    if spec["learn_token"] or not spec.model.is_ours:
-        return None
-    pretrained, model = spec.model.get("pretrained"), spec.model.describe()
-    has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
-    run = replace(
-        planning.run_of(spec, model),
-        num_images=spec["num_class_images"] * spec["with_prior_preservation"] + 10,
-        prior_batch_size=spec["sample_batch_size"] * spec["with_prior_preservation"],
-        prior_dtype=getattr(torch, spec["prior_generation_precision"] or "bfloat16"),
-        from_files=train.can_defer(spec) and has_files,
-    )
-    forecaster = Forecaster(model, run)
-    footprint = engine_of(spec.strategy).footprint(forecaster.workload)
-    return None if footprint is None else forecaster.forecast(footprint)
+    for switch, names in _SWITCHES.items():
+        unused = [name for name in names if name in spec.overridden and spec[name]]
+        if unused and not spec[switch] and switch not in spec.overridden:  # an explicit switch=false is meant
+            shown = " ".join(f"{name}={as_override(spec[name])}" for name in unused)
+            raise UsageError(
+                f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
+                f"{', '.join(unused)} out"
+            )
+    for name, other in _SAME.items():
+        if {name, other} <= spec.overridden and spec[name] != spec[other]:
+            raise UsageError(
+                f"dreambooth got {name}={spec[name]} and {other}={spec[other]}, two names of one setting; expected one "
+                f"of them; leave {other} out"
+            )
 
 
-def strip_slash(spec: RunSpec) -> RunSpec:
-    """Strip a trailing slash from ``output_dir``, also where the default ``class_data_dir`` contains it."""
-    folder = spec["output_dir"]
-    stripped = folder.rstrip("/") or folder
-    pictures = [key for key in ("class_data_dir", "data.class_data_dir") if spec[key] == f"{folder}-class-images"]
-    return spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
+def check_folders(spec: RunSpec) -> None:
+    """Check that the class images have a folder apart from the photos of the subject.
+
+    Raises:
+        UsageError: They have no folder, or one folder contains the other.
+    """
+    if not spec["with_prior_preservation"]:
+        return
+    if not spec["class_data_dir"]:
+        raise UsageError(
+            "dreambooth got class_data_dir= without a value; expected a folder for the class images; leave "
+            "class_data_dir out"
+        )
+    photos, pictures = (Path(spec[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
+    if photos.is_relative_to(pictures) or pictures.is_relative_to(photos):
+        how = "the same folder" if photos == pictures else "one inside the other"
+        both = f"class_data_dir={spec['class_data_dir']} and instance_data_dir={spec['instance_data_dir']}"
+        raise UsageError(
+            f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of its "
+            "class are taken for each other; leave class_data_dir out, or choose another class_data_dir=<folder>"
+        )
 
 
-def eight_bit_adam(spec: RunSpec) -> dict[str, Any]:
-    """Return the section of ``optimizer=adamw8bit`` with the settings of AdamW except ``fused``.
+def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
+    """Return the class prompts; none without prior preservation.
+
+    Args:
+        spec: The run.
+        captions: Captions of the photos.
+
+    Raises:
+        UsageError: Settings contradict each other, or a caption has no word that tells the subject from its class.
+    """
+    if not spec["with_prior_preservation"]:
+        return []
+    stripped = (prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"]])
+    prompts = [prompt for prompt in stripped if prompt]
+    if not prompts:
+        raise UsageError(
+            "dreambooth got with_prior_preservation=true without a class prompt; expected what the subject is one of: "
+            "write 'class_prompt=a photo of a dog', or several with 'class_prompts=[a photo of a dog, a dog outdoors]'"
+        )
+    for name in ("num_class_images", "sample_batch_size"):
+        if spec[name] < 1:
+            raise UsageError(f"dreambooth got {name}={spec[name]}; expected at least 1; write {name}=100")
+    without = [prompt for prompt, count in num_per_prompt(prompts, spec["num_class_images"]).items() if not count]
+    if without:
+        raise UsageError(
+            f"dreambooth got num_class_images={spec['num_class_images']}, of which none is left for {without[0]!r}; "
+            f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
+        )
+    for caption, prompt in ((c, p) for c in captions for p in prompts):
+        # Every caption has the learned token.
+        has_own = spec["learn_token"] and not _has_word(prompt, spec["placeholder_token"])
+        if not has_own and not _words(caption) - _words(prompt):
+            raise UsageError(
+                f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
+                f"{prompt!r}; expected a rare word for the subject, such as sks: write "
+                f"'instance_prompt={_with_token(caption, 'sks')}'"
+            )
+    return prompts
+
+
+def check_token(token: str, captions: Iterable[str]) -> None:
+    """Check that a new word is valid and in every caption.
+
+    Raises:
+        UsageError: It is not.
+    """
+    LearnedToken(token)  # raises if it is not a valid word
+    for caption in captions:
+        if not _has_word(caption, token):
+            raise UsageError(
+                f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
+                f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
+            )
+
+
+def _words(prompt: str) -> set[str]:
+    return set(re.findall(r"\w+", prompt.lower()))
+
+
+def _has_word(prompt: str, word: str) -> bool:
+    """Return whether a prompt contains a word, which may begin or end with non-letters."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt) is not None
+
+
+def _with_token(prompt: str, token: str) -> str:
+    head, _, last = prompt.rpartition(" ")
+    return f"{head} {token} {last}".strip()
+
+
+def with_8bit_adam(spec: RunSpec) -> RunSpec:
+    """Return a run with ``optimizer=adamw8bit`` and the settings of its AdamW, except ``fused``.
 
     Raises:
         UsageError: Another optimizer was chosen.
     """
-    chosen = spec["optimizer"]
-    if chosen["_target_"] not in ("torch.optim.AdamW", _ADAMW_8BIT):
+    chosen = {key: value for key, value in spec["optimizer"].items() if key != "fused"}
+    eight_bit = options("optimizer")["adamw8bit"]["_target_"]
+    changed = spec.with_settings({"optimizer": {**chosen, "_target_": eight_bit}})
+    if target_of(spec.optimizer) not in (torch.optim.AdamW, target_of(changed.optimizer)):
         raise UsageError(
             f"dreambooth got use_8bit_adam=true with optimizer._target_={chosen['_target_']}; give one of the two"
         )
-    return {**{key: value for key, value in chosen.items() if key != "fused"}, "_target_": _ADAMW_8BIT}
+    return changed
 
 
-def missing_class_images(spec: RunSpec) -> Sequence[class_images.MissingPicture]:
-    """Return the class images that are still to be drawn.
+def prepare(spec: RunSpec) -> None:
+    """Print the predicted peak memory, and draw missing class images; the other processes wait for them.
 
     Raises:
-        UsageError: The folder holds other pictures, or the model that would draw them is unknown.
+        UsageError: No model is given to start from, or class images cannot be drawn.
     """
-    prompts: Sequence[str] = spec["data.class_prompts"]
-    folder, count = spec["class_data_dir"], spec["num_class_images"]
-    if not prompts:
-        return []
-    base = checks.base_of(spec)
+    model = spec.model
+    base: str | None = model.get("pretrained") or (None if model.is_ours else model.target)
+    if spec.starts_from_lightning:
+        base = str(spec["init_from"])
+    if base is None and spec["init_from"] is None and spec.resume is None:
+        raise UsageError(
+            f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
+            f"weights of {spec['model.architecture']}; expected a trained model; add model.pretrained=<hub id or "
+            "folder>, or init_from=<run or pipeline folder>"
+        )
+    prompts, folder, count = spec["data.class_prompts"], spec["class_data_dir"], spec["num_class_images"]
+    if not is_first_process():
+        if prompts:
+            class_images.wait_for(folder, prompts, count)
+        return
+    missing = missing_class_images(spec, base) if prompts else []
+    predicted = predict_memory(spec)
+    if predicted is not None:
+        print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
+    if base is not None and missing:
+        draw_class_images(spec, missing, base)
+
+
+def missing_class_images(spec: RunSpec, base: str | None) -> Sequence[class_images.MissingPicture]:
+    """Return the class images that are still to be drawn.
+
+    Args:
+        spec: The run.
+        base: Name of the model that it starts from; None if nothing names one.
+
+    Raises:
+        UsageError: The data settings are invalid, the folder holds other pictures or cannot be written, or the model
+            that would draw them is unknown.
+    """
+    spec.build("data", class_prompts=None)  # its constructor's checks would come after the drawing
+    folder, count, prompts = spec["class_data_dir"], spec["num_class_images"], spec["data.class_prompts"]
+    try:
+        check_writable(Path(folder))
+    except OSError as error:
+        name = "output_dir" if folder == f"{spec['output_dir']}-class-images" else "class_data_dir"
+        raise UsageError(
+            f"dreambooth got {name}={spec[name]}, and {folder} cannot be written ({error.strerror}); choose another "
+            f"{name}=<folder>"
+        ) from error
     missing = class_images.missing_pictures(folder, prompts, count, seed=spec["seed"])
     if base is not None:
         class_images.warn_of_other_models(folder, prompts, count, source=base)
@@ -161,13 +288,32 @@ def missing_class_images(spec: RunSpec) -> Sequence[class_images.MissingPicture]
     return missing
 
 
-def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPicture]) -> None:
-    """Draw class images; the other processes wait for them."""
-    folder, count, base = spec["class_data_dir"], spec["num_class_images"], checks.base_of(spec)
-    assert base is not None
+def predict_memory(spec: RunSpec) -> Forecast | None:
+    """Return the memory forecast of a run with one process per device; None if it depends on measurements in the run.
+
+    It is computed from the sizes of the loaded pipeline.
+    """
+    if spec["learn_token"] or not spec.model.is_ours:
+        return None
+    pretrained, model = spec.model.get("pretrained"), spec.model.describe()
+    has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
+    settings = replace(
+        run_of(spec, model, spec.num_processes),
+        num_images=spec["num_class_images"] * spec["with_prior_preservation"] + 10,
+        prior_batch_size=spec["sample_batch_size"] * spec["with_prior_preservation"],
+        prior_dtype=getattr(torch, spec["prior_generation_precision"] or "bfloat16"),
+        from_files=spec.can_defer and has_files,
+    )
+    forecaster = Forecaster(model, settings)
+    footprint = engine_of(spec.strategy).footprint(forecaster.workload)
+    return None if footprint is None else forecaster.forecast(footprint)
+
+
+def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPicture], base: str) -> None:
+    """Draw class images with the model that the run starts from."""
     sampling: SamplingOptions = spec.build("sampling", batch_size=spec["sample_batch_size"])
     model = load_base(spec)
-    log.info("class images: drawing %d of %d in %s", len(missing), count, folder)
+    log.info("class images: drawing %d of %d in %s", len(missing), spec["num_class_images"], spec["class_data_dir"])
     device = torch.device("cuda" if spec.cuda_devices else "cpu")
     precision = spec["prior_generation_precision"] or ("bfloat16" if device.type == "cuda" else "float32")
     if precision != "float32":
@@ -187,7 +333,7 @@ def load_base(spec: RunSpec) -> LatentDiffusion:
     """
     if spec.starts_from_lightning:  # its weights have the names of the training module
         return train.build_module(spec).latent_diffusion
-    model = train.load_model(spec, ["all"])
+    model = spec.load_model(deferred=["all"])
     twin = type(model)(
         meta_networks(model, tuple(model.networks)),  # on the meta device: no time, no memory
         tokenizers=copy.deepcopy(model.tokenizers),

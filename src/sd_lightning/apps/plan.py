@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._errors import UsageError
+from sd_lightning.apps import planning
 from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
-from sd_lightning.apps.planning import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
@@ -31,7 +32,7 @@ from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.presets import PRESETS, register_candidates
+from sd_lightning.strategies.presets import PRESETS, candidates
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,7 +67,6 @@ def run(cfg: DictConfig) -> int:
     model = spec.model.describe()
     check(spec, model)
     device, speeds = hardware_of(spec["gpu"])
-    register_candidates()
     host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)
     search = Search(
         model,
@@ -75,7 +75,7 @@ def run(cfg: DictConfig) -> int:
         speeds=speeds,
         batch_size=spec["data.batch_size"],
         checkpointing=spec["speed.gradient_checkpointing"],
-        candidates=None if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
+        candidates=candidates() if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
         tf32=spec["speed.allow_tf32"],
     )
     plans = search.plans()
@@ -204,13 +204,13 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
 def run_of(spec: RunSpec, model: LatentDiffusion) -> TrainingRun:
     """Return the settings of the run; batch size, accumulation and checkpointing are chosen by the search."""
     encoders = spec["encoders"]
-    return TrainingRun(
+    return replace(
+        planning.run_of(spec, model, world_size=1),
         batch_size=1,
         averages=spec["ema"],
         encodes=encoders != "none",
         cache_latents=encoders != "all",
         loaded_per_second=spec["loader"],
-        **settings_of(spec, model),
     )
 
 
@@ -227,7 +227,7 @@ def chosen(spec: RunSpec) -> Candidate:
             f"plan got strategy={name} and gpus={gpus}; at most {most} is expected; write strategy=ddp, or leave gpus "
             "out"
         )
-    own = sorted(key for key in spec.given if key.startswith("strategy."))
+    own = sorted(key for key in spec.overridden if key.startswith("strategy."))
     settings = {key.removeprefix("strategy."): spec[key] for key in own}
     return Candidate(name, lambda **_: engine_of(spec.strategy), settings)
 

@@ -1,4 +1,4 @@
-"""Settings of a run, read from its configuration for the planner; and what its blocks keep for backward."""
+"""What a run takes from the planner: its strategy, batch and passes, and what its blocks keep for backward."""
 
 from __future__ import annotations
 
@@ -12,36 +12,63 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
+from sd_lightning.apps.settings import options
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.alternatives import remedies
 from sd_lightning.planner.calibration import device_name, file_of, hardware, hardware_here
 from sd_lightning.planner.checkpointing import Recomputation, choose
-from sd_lightning.planner.devices import USABLE, Device
+from sd_lightning.planner.choice import PlanChoice
+from sd_lightning.planner.devices import USABLE, Cluster, Device
+from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Plans
+from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.trace import Trace
-from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.predicted import with_callbacks
+from sd_lightning.strategies import engine_of, presets
+from sd_lightning.strategies.predicted import training_run
 
 log = logging.getLogger(__name__)
 
 _TYPICAL = "a100-80gb"
 """Its speeds decide what is cheap to recompute on a device without a table, and on a CPU."""
+_RECOMPUTES = {"speed.gradient_checkpointing", "gradient_checkpointing"}
 
 
-def typical_hardware() -> tuple[Device, Speeds]:
-    """Return this machine's hardware, or a typical GPU in its place if it is not known."""
-    if torch.cuda.is_available() or file_of(device_name()).is_file():
-        try:
-            return hardware_here()
-        except UsageError as error:
-            log.warning("%s; speeds of %s are assumed until then", error, _TYPICAL)
-    return hardware(_TYPICAL)
+def check(spec: RunSpec) -> None:
+    """Check that nothing contradicts what the run leaves to the planner.
+
+    Raises:
+        UsageError: Something does.
+    """
+    who = " ".join(spec.left_to_planner())
+    passes = "trainer.accumulate_grad_batches"
+    if passes in spec.overridden and spec[passes] != 1:
+        raise UsageError(
+            f"{who} got {passes}={spec[passes]}, which it chooses itself, so that data.batch_size samples make a step; "
+            f"leave {passes} out"
+        )
+    limit = spec["speed.gradient_checkpointing"]
+    if not isinstance(limit, bool | str):
+        raise UsageError(
+            f"{who} got speed.gradient_checkpointing={limit}, a limit beside the memory of the GPU; expected true, "
+            "false or auto; leave it out, and as little is recomputed as fits"
+        )
+    if torch.cuda.is_available() and not spec.cuda_devices:
+        raise UsageError(
+            f"{who} got trainer.accelerator={spec['trainer.accelerator']}, and plans for this machine's GPU; write a "
+            "strategy and a batch size, or leave trainer.accelerator out"
+        )
+    if spec["trainer.num_nodes"] > 1:
+        raise UsageError(
+            f"{who} got trainer.num_nodes={spec['trainer.num_nodes']}, and the planner knows the GPUs of one machine "
+            "only; write a strategy, e.g. strategy=fsdp, and data.batch_size=<n>"
+        )
+    _check_predictable(spec, who, "a strategy, e.g. strategy=gemini, and data.batch_size=<n>")
 
 
-def check_predictable(spec: RunSpec, who: str, remedy: str) -> None:
+def _check_predictable(spec: RunSpec, who: str, remedy: str) -> None:
     """Check that the memory of a run can be predicted.
 
     Args:
@@ -53,98 +80,153 @@ def check_predictable(spec: RunSpec, who: str, remedy: str) -> None:
         UsageError: It cannot.
     """
     if spec.learned_token is not None or not spec.model.is_ours:
-        what = "a learned token" if spec.learned_token is not None else f"model._target_={spec.model.target}"
-        raise UsageError(f"{who}: the memory of {what} cannot be predicted; write {remedy}")
+        subject = "a learned token" if spec.learned_token is not None else f"model._target_={spec.model.target}"
+        raise UsageError(f"{who}: the memory of {subject} cannot be predicted; write {remedy}")
     if spec["data.resolution"] is None:
         raise UsageError(f"{who} needs the size of the images; write data.resolution=<that of the store>")
 
 
-def recomputation(spec: RunSpec, plans: Plans | None = None) -> Recomputation:
+def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
+    """Choose what a run leaves to the planner.
+
+    Returns:
+        The run with the plan's settings, and the plan with its rivals.
+
+    Raises:
+        UsageError: Nothing fits, or the machine's speeds are not known.
+    """
+    who, chooses_strategy = " ".join(spec.left_to_planner()), spec.chooses_strategy
+    if spec["data.batch_size"] == AUTO and spec.resumed_batch is not None:  # the order of samples depends on it
+        spec = spec.with_settings({"data.batch_size": spec.resumed_batch})
+    count, batch_size, micro_batches = spec.num_processes, spec["data.batch_size"], None
+    if batch_size == AUTO:
+        photos_only = {"class_prompts": None} if spec.get("data.class_prompts") else {}  # pictures are not drawn yet
+        num_samples = int(spec.build("data", batch_size=count, **photos_only).num_train_samples)
+        micro_batches = range(1, max(num_samples // count, 1) + 1)
+    model = spec.model.describe()
+    run = replace(run_of(spec, model, count), gradient_checkpointing=False)
+    device, speeds = hardware_here()
+    search = Search(
+        model,
+        run,
+        Cluster.here(device, count, on_cpu=not spec.cuda_devices),
+        candidates=presets.candidates() if chooses_strategy else [Candidate("", lambda: engine_of(spec.strategy))],
+        speeds=speeds,
+        batch_size=count * -(-batch_size // count) if micro_batches is None else None,  # parts differ by one sample
+        micro_batches=micro_batches,
+        checkpointing=spec["speed.gradient_checkpointing"] if _RECOMPUTES & spec.overridden else None,
+        tf32=spec.speed.allow_tf32,
+    )
+
+    def remedy(plans: Plans) -> str:
+        changes = remedies(search, plans)
+        helping = [option for option in changes if not option.startswith(("gpu", "host", "encoders"))]
+        return f"write {' or '.join(helping)}" if helping else "write a smaller data.resolution, or take a larger GPU"
+
+    choice = PlanChoice.of(search, who, remedy)
+    plan = choice.plan
+    settings: dict[str, Any] = {
+        "trainer.accumulate_grad_batches": plan.run.accumulate,
+        "speed.gradient_checkpointing": plan.recompute,
+    }
+    if chooses_strategy:
+        settings["strategy"] = {**options("strategy")[plan.candidate.strategy], **plan.candidate.settings}
+    if batch_size == AUTO:
+        settings["data.batch_size"] = plan.global_batch
+    return spec.with_settings(settings), choice
+
+
+def recomputation(spec: RunSpec, choice: PlanChoice | None = None) -> Recomputation:
     """Choose what blocks keep for backward, for the limit in ``speed.gradient_checkpointing``.
 
     Args:
         spec: The run.
-        plans: Made for this machine: with its memory and speeds.
+        choice: The plan of the run, made with this machine's memory and speeds.
 
     Raises:
         UsageError: The limit cannot be kept, or what depends on it is not known.
     """
-    given = spec.speed.gradient_checkpointing
-    who = f"speed.gradient_checkpointing={given}"
-    check_predictable(spec, who, "speed.gradient_checkpointing=true")
-    if given == "auto" and plans is None and not torch.cuda.is_available():
+    setting = spec.speed.gradient_checkpointing
+    who = f"speed.gradient_checkpointing={setting}"
+    _check_predictable(spec, who, "speed.gradient_checkpointing=true")
+    if setting == "auto" and choice is None and not torch.cuda.is_available():
         raise UsageError(f"{who} fills the memory of a GPU, and there is none; write GB of activations, e.g. 2.5")
-    forecaster = Forecaster(model := spec.model.describe(), run_of(spec, model))
+    model = spec.model.describe()
+    run = run_of(spec, model, spec.num_processes)
+    forecaster = Forecaster(model, run)
     footprint = engine_of(spec.strategy).footprint(forecaster.workload)
     if footprint is None:
         raise UsageError(
             f"{who}: the strategy chooses what it offloads by measurements in the run, so its memory is not known "
             "before; write strategy=gemini, or speed.gradient_checkpointing=true"
         )
-    size = forecaster.run.batch_size
-    if given == "auto":
+    size, plans = run.batch_size, None if choice is None else choice.plans
+    if setting == "auto":
         there = USABLE * torch.cuda.get_device_properties(0).total_memory if plans is None else plans.cluster.memory
         limit = int(there)
         always = sum(forecaster.always(footprint).values())
     else:
-        limit, always = int(GB * float(given)), 0
+        limit, always = int(GB * float(setting)), 0
 
     def traced(kept: Mapping[str, Kept]) -> Trace:
-        return Forecaster(model, replace(forecaster.run, kept=kept)).trace(footprint)
+        return Forecaster(model, replace(run, kept=kept)).trace(footprint)
 
     def total(trace: Trace) -> np.ndarray:
-        return StepCurves(trace, footprint).total(size) + always if given == "auto" else trace.live(size)
+        return StepCurves(trace, footprint).total(size) + always if setting == "auto" else trace.live(size)
 
-    device, speeds = typical_hardware() if plans is None else (plans.cluster.device, plans.speeds)
+    device, speeds = _typical_hardware() if plans is None else (plans.cluster.device, plans.speeds)
     speeds = speeds.with_tf32() if spec.speed.allow_tf32 else speeds
-    found = choose(traced, total, limit, size, speeds, menu=footprint.menu)
-    what = "a step takes" if given == "auto" else "activations take"
-    if found.peak > limit:
+    chosen = choose(traced, total, limit, size, speeds, menu=footprint.menu)
+    taken = "a step takes" if setting == "auto" else "activations take"
+    if chosen.peak > limit:
         raise UsageError(
-            f"{who}: with {size} sample(s) per pass, {what} {found.peak / GB:.3g} GB even if all blocks are "
+            f"{who}: with {size} sample(s) per pass, {taken} {chosen.peak / GB:.3g} GB even if all blocks are "
             f"recomputed, and the limit is {limit / GB:.3g}; write trainer.accumulate_grad_batches="
             f"{2 * spec['trainer.accumulate_grad_batches']} or a smaller data.batch_size"
         )
     log.info(
         "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (%s: %s)",
-        *(who, what, found.peak / GB, told(found.kept.values()) or "all keep everything"),
-        *(100 * found.slowdown, speeds.provenance, device.name),
+        *(who, taken, chosen.peak / GB, told(chosen.kept.values()) or "all keep everything"),
+        *(100 * chosen.slowdown, speeds.provenance, device.name),
     )
-    return found
+    return chosen
 
 
-def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int | None = None) -> TrainingRun:
-    """Return the settings that memory and time depend on.
+def _typical_hardware() -> tuple[Device, Speeds]:
+    """Return this machine's hardware, or a typical GPU in its place if it is not known."""
+    if torch.cuda.is_available() or file_of(device_name()).is_file():
+        try:
+            return hardware_here()
+        except UsageError as error:
+            log.warning("%s; speeds of %s are assumed until then", error, _TYPICAL)
+    return hardware(_TYPICAL)
+
+
+def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRun:
+    """Return the settings of a run, or of a plan, that memory and time depend on.
 
     Args:
-        spec: The run.
+        spec: Of ``train`` and ``dreambooth``, or of ``plan``, which leaves the batch to the search.
         model: Described or on the meta device.
-        world_size: Number of processes; those that the run asks for if not given.
+        world_size: Number of processes.
     """
-    world_size, accumulate = world_size or spec.num_processes, spec["trainer.accumulate_grad_batches"]
-    batch_size = world_size if spec["data.batch_size"] == AUTO else spec["data.batch_size"]  # the planner chooses it
-    run = TrainingRun(
-        batch_size=-(-batch_size // (world_size * accumulate)),
+    batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
+    caches = spec.get("data.cache_latents", "store" in spec["data"])
+    return training_run(
+        world_size if batch_size in (AUTO, None) else batch_size,
         world_size=world_size,
-        accumulate=accumulate,
-        gradient_checkpointing=spec.speed.gradient_checkpointing is True,
+        accumulate=spec.get("trainer.accumulate_grad_batches", 1),
+        callbacks=spec.callbacks.values(),
+        resolution=spec["data.resolution"] or model.resolution,
+        precision=str(spec["trainer.precision"]),
+        train_text_encoder=spec["module.train_text_encoder"],
+        lora=spec.lora,
+        optimizer=spec.optimizer,
+        gradient_checkpointing=spec["speed.gradient_checkpointing"] is True,
         kept={} if spec.recomputation is None else spec.recomputation.kept,
-        cache_latents=spec.get("data.cache_latents", "store" in spec["data"]),
-        drawn_size=(spec.get("sampling.height"), spec.get("sampling.width")),
-        vae_tiling=bool(spec.get("sampling.vae_tiling")),
-        **settings_of(spec, model),
+        encoder_dtype=getattr(torch, spec["module.encoder_dtype"]),
+        offload_encoders=spec["module.offload_encoders"],
+        cache_latents=caches,
+        drawn_size=(sampling.get("height"), sampling.get("width")),
+        vae_tiling=bool(sampling.get("vae_tiling")),
     )
-    return with_callbacks(run, spec.callbacks.values())
-
-
-def settings_of(spec: RunSpec, model: LatentDiffusion) -> dict[str, Any]:
-    """Return the fields of :class:`TrainingRun` that programs name alike, whether they train or plan."""
-    return {
-        "resolution": spec["data.resolution"] or model.resolution,
-        "precision": str(spec["trainer.precision"]),
-        "train_text_encoder": spec["module.train_text_encoder"],
-        "lora": spec.lora,
-        "optimizer": spec.optimizer,
-        "encoder_dtype": getattr(torch, spec["module.encoder_dtype"]),
-        "offload_encoders": spec["module.offload_encoders"],
-    }

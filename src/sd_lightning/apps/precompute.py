@@ -76,7 +76,7 @@ def run(cfg: DictConfig) -> int:
     spec.model.check()
     datamodule: SDDataModule = spec.build("data")
     sources = sources_of(datamodule)
-    model = spec.model.load(deferred=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
+    model = spec.load_model(deferred=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
     store = LatentStore(root, recipe_of(model, datamodule, settings))
     sources = keep_held_out(store, sources)
     return encode(store, sources, model, datamodule, settings)

@@ -1,20 +1,42 @@
-"""What a run's settings take from elsewhere before anything is built: a resumed run, the engine's own file."""
+"""Before data, model or processes: checks of a run, and what it takes from a resumed run and an engine's file."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sd_lightning import _conf
+from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import is_first_process
-from sd_lightning.apps import checks
-from sd_lightning.apps.run_spec import OF_PRETRAINED, RunSpec
-from sd_lightning.storage import checkpoint, run_folder, runs, untrusted
+from sd_lightning._launchers import check_started_processes, is_first_process
+from sd_lightning.apps.run_spec import AUTO, OF_PRETRAINED, RunSpec, refuse, target_of
+from sd_lightning.storage import checkpoint, runs, untrusted
 from sd_lightning.storage.new_folder import check_place
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
+
+_SECTIONS = (
+    *("model", "module", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "data", "speed", "sampling"),
+    "callbacks.checkpoint",
+)
+"""Sections that every run needs."""
+_NO_VALIDATION = "or trainer.limit_val_batches=0 for no validation"
+_AT_LEAST = (
+    ("accumulate_grad_batches", 1, "at least 1", "1"),
+    ("max_steps", 1, "at least 1", "1"),
+    ("num_nodes", 1, "at least 1", "1"),
+    ("log_every_n_steps", 0, "at least 0", "10, or 0 for no logs"),
+    ("check_val_every_n_epoch", 1, "at least 1", f"1, {_NO_VALIDATION}"),
+    ("gradient_clip_val", 0, "a norm of at least 0", "1, or null for no clipping"),
+)
+"""Trainer settings, each with its minimum, the wording of the minimum, and the remedy."""
 
 
 def preflight(spec: RunSpec) -> RunSpec:
@@ -27,80 +49,106 @@ def preflight(spec: RunSpec) -> RunSpec:
     Raises:
         UsageError: A setting is invalid, or two contradict each other.
     """
-    check_place(spec["output_dir"], key="output_dir")
-    checks.check_sections(spec)
-    spec, is_own = adopt_base(spec)
+    _check_sections(spec)
     spec = adopt_engine_file(spec)
     if spec.left_to_planner():
-        from sd_lightning.apps import auto  # imports the planner
+        from sd_lightning.apps import planning  # takes longer to import than the rest
 
-        auto.check(spec)
-    checks.check_trainer(spec)
-    resume, init_from = spec["resume"], spec["init_from"]
+        planning.check(spec)
+    check_trainer(spec)
+    check_optimizer(spec)
+    spec = _with_start(spec)
+    _check_output_dir(spec)
+    return spec
+
+
+def _check_sections(spec: RunSpec) -> None:
+    """Check what no target's signature covers: that no section was removed, and the top-level values."""
+    for name in _SECTIONS:
+        node = spec.get(name)
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            problem = "is missing" if node is None else f"is {node}"
+            raise UsageError(f"{name} {problem}: expected a section with _target_, what to build; leave it as it was")
+    for name in ("callbacks", "logger"):
+        for key, node in (spec.get(name) or {}).items():
+            if node is not None and not (isinstance(node, Mapping) and "_target_" in node):
+                raise UsageError(
+                    f"{name}.{key}={node}: expected a section with _target_, or null; write {name}.{key}=null to go "
+                    "without"
+                )
+    if not 0 <= spec["seed"] < 2**63:
+        refuse("seed", spec["seed"], "a whole number from 0 to 2**63 - 1", "0")
+    rate = spec.get("optimizer.lr")
+    if isinstance(rate, int | float) and rate < 0:
+        name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
+        refuse(name, rate, "a number of at least 0", "1e-5, for instance")
+    lora = spec.get("lora")
+    if lora is not None and not isinstance(lora, Mapping):
+        raise UsageError(f"lora={lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
+
+
+def _with_start(spec: RunSpec) -> RunSpec:
+    """Return a run with what it starts from: a checkpoint, other weights, or neither.
+
+    Raises:
+        UsageError: There is no such checkpoint or model, or settings contradict each other.
+    """
+    resume, init_from, is_own = spec["resume"], spec["init_from"], False
+    changes: dict[str, Any] = {}
+    if resume is not None:
+        changes, is_own = adopted(spec)
+        resume = changes.get("resume", resume)
     if resume is not None and init_from is not None and not is_own:
         raise UsageError(
             f"got resume={resume} and init_from={init_from}; resume continues a run, init_from starts a new one from "
             "weights: give one of the two"
         )
+    if spec["overwrite"] and resume is not None:
+        raise UsageError(f"got overwrite=true and resume={resume}; give one of the two")
     if init_from is not None and not is_own and spec.model.get("fresh_denoiser"):
         raise UsageError(
             f"got init_from={init_from} and model.fresh_denoiser=true, which replaces the weights that it starts from; "
             "write model.fresh_denoiser=false"
         )
-    if spec["overwrite"] and resume is not None:
-        raise UsageError(f"got overwrite=true and resume={resume}; give one of the two")
     if spec.starts_from_lightning:
         runs.check_lightning_checkpoint(init_from)
     elif init_from is not None and not is_own:
-        spec = spec.with_settings({"model.pretrained": str(runs.find_pipeline(init_from, who="init_from"))})
-    run_dir = spec.output_dir
-    if resume is not None:
-        spec = spec.resuming(runs.find_checkpoint(resume, run_dir, thorough=is_first_process()))
-    checks.check_parts(spec)
-    if spec.resume is not None:  # repeated when the module is built; here before slow work such as class images
-        from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
+        changes["model.pretrained"] = str(runs.find_pipeline(init_from, who="init_from"))
+    continued = None if resume is None else runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
+    if continued is None:
+        return spec.with_settings(changes)
+    from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
 
-        parts = trained_parts(spec.lora, spec.learned_token)
-        check_same_parts(read_trainer_state(spec.resume), parts, spec.resume)
-    is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
-    resuming = resume == "auto" or is_continued
-    if is_first_process():
-        reads = checks.paths_read(spec, resumed=is_continued)
-        checks.check_not_scanned(spec)
-        runs.check_output_dir(run_dir, resuming=resuming, overwrite=spec["overwrite"], reads=reads)
-    elif not resuming and not spec["overwrite"]:
-        runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined
-    return spec
+    state, parts = read_trainer_state(continued), trained_parts(spec.lora, spec.learned_token)
+    check_same_parts(state, parts, continued)  # also when the module is built, after slow work such as class images
+    return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
 
 
-def adopt_base(spec: RunSpec) -> tuple[RunSpec, bool]:
-    """Take the model of a resumed run from the run's own ``config.yaml``, whether it is given again or not.
-
-    So the command that started a run continues it with ``resume=auto``; if there is no run yet, it starts one.
+def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:
+    """Return what the command that started a run takes from it to continue it: its model, by its ``config.yaml``.
 
     Returns:
-        The run, and whether ``init_from`` is given and the resumed run was started from it.
+        Settings of the model, or ``resume=null`` where ``init_from`` starts the run, as there is none yet; and
+        whether ``init_from`` is given and the resumed run was started from it.
     """
     resume, init_from = spec["resume"], spec["init_from"]
-    if resume is None:
-        return spec, False
-    if not is_resumed(spec):
-        return (spec if init_from is None else spec.with_settings({"resume": None})), False
+    if resume == "auto" and not checkpoint.all_checkpoints(spec["output_dir"]):
+        # No process finds one: the first is written after all have joined.
+        return ({} if init_from is None else {"resume": None}), False
     started, model = _started(spec)
     is_same = init_from is not None and init_from == started.get("init_from")
     base = model.get("pretrained")
     if spec.starts_from_lightning or base is None:
-        return spec, is_same
+        return {}, is_same
     if model.get("_target_") != spec.model.target:
-        return spec, False
+        return {}, False
     if init_from is not None and not is_same:
         if runs.find_pipeline(init_from, who="init_from").resolve() != Path(base).resolve():
-            return spec, False
+            return {}, False
     elif init_from is None and spec.model.get("pretrained") is not None:
-        return spec, False
+        return {}, False
     log.info("resume=%s: the run started from %s", resume, base)
-    adopted = {f"model.{key}": model[key] for key in OF_PRETRAINED if model.get(key) is not None}
-    return spec.with_settings(adopted), init_from is not None
+    return {f"model.{key}": model[key] for key in OF_PRETRAINED if model.get(key) is not None}, init_from is not None
 
 
 def _started(spec: RunSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -138,21 +186,137 @@ def _plain_text(model: Mapping[str, Any], key: str) -> str | None:
     return value
 
 
-def is_resumed(spec: RunSpec) -> bool:
-    """Return whether there is a run to resume; its first checkpoint is written after all processes have joined."""
-    if spec["resume"] != "auto":
-        return spec["resume"] is not None
-    return run_folder.is_run(spec.output_dir) and bool(checkpoint.all_checkpoints(spec["output_dir"]))
-
-
 def adopt_engine_file(spec: RunSpec) -> RunSpec:
     """Replace defaults that the command line leaves unset by the explicit values of the engine's own file."""
     from sd_lightning.strategies import EngineStrategy
 
-    strategy = spec.builder("strategy").target
+    strategy = _conf.builder(_conf.section("strategy", spec["strategy"])).target
     if not (isinstance(strategy, type) and issubclass(strategy, EngineStrategy)):
         return spec
     changes = strategy.settings_of_file(
-        spec.settings, spec.given, num_processes=spec.num_processes, on_cuda=spec.cuda_devices > 0
+        spec.settings, spec.overridden, num_processes=spec.num_processes, on_cuda=spec.cuda_devices > 0
     )
     return spec.with_settings(changes)
+
+
+def check_trainer(spec: RunSpec) -> None:
+    """Check precision, devices, strategy and batch size against each other and against this machine."""
+    from sd_lightning.strategies.base import RunSettings, engine_of
+
+    cuda, precision = spec.cuda_devices, str(spec["trainer.precision"])
+    if precision == "16-mixed" and not cuda:
+        raise UsageError(
+            "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
+            "write trainer.precision=bf16-mixed or 32"
+        )
+    _check_speed(spec, precision, on_cuda=cuda > 0)
+    accelerator = spec["trainer.accelerator"]
+    if accelerator in ("cuda", "gpu") and not cuda:
+        raise UsageError(f"trainer.accelerator={accelerator}: there is no CUDA device; write cpu or auto")
+    _check_length(
+        spec["trainer"], steps_key="max_train_steps" if "max_train_steps" in spec.settings else "trainer.max_steps"
+    )
+    devices, cores, nodes = spec.devices, os.cpu_count() or 1, spec["trainer.num_nodes"]
+    if devices > (cuda or cores):
+        there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
+        raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
+    channels_last = spec.get("speed.channels_last", False)
+    engine_of(spec.strategy).check_settings(RunSettings(precision, devices, nodes, channels_last=channels_last))
+    check_started_processes(devices, nodes)
+    from sd_lightning.data.sampler import check_division
+
+    if spec["data.batch_size"] != AUTO:
+        check_division(spec["data.batch_size"], spec.num_processes, spec["trainer.accumulate_grad_batches"])
+
+
+def _check_length(trainer: Mapping[str, Any], *, steps_key: str) -> None:
+    """Check the length of a run and its intervals."""
+    for name, least, expected, remedy in _AT_LEAST:
+        value = trainer.get(name)
+        if value is not None and value < least:
+            refuse(steps_key if name == "max_steps" else f"trainer.{name}", value, expected, remedy)
+    for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
+        if trainer.get(name) is not None:
+            raise UsageError(
+                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole "
+                "epochs; write trainer.max_steps=<n> instead"
+            )
+    interval = trainer.get("val_check_interval")
+    if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
+        expected = "a number of forward passes of at least 1, or a fraction of an epoch"
+        refuse("trainer.val_check_interval", interval, expected, f"60, {_NO_VALIDATION}")
+
+
+def _check_speed(spec: RunSpec, precision: str, *, on_cuda: bool) -> None:
+    """Check combinations of speed settings that libraries would refuse, or undo, at the first step."""
+    attention, optimizer = spec.get("speed.attention"), target_of(spec.optimizer)
+    if on_cuda and attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
+        raise UsageError(
+            f"speed.attention={attention} computes in 16 bits, but trainer.precision={precision}; write "
+            "trainer.precision=bf16-mixed or speed.attention=efficient"
+        )
+    if spec.get("speed.channels_last") and optimizer.__module__.startswith("bitsandbytes."):
+        raise UsageError(
+            f"speed.channels_last=true: {optimizer.__name__} of bitsandbytes works on contiguous weights only; write "
+            "speed.channels_last=false or optimizer=adamw"
+        )
+
+
+def check_optimizer(spec: RunSpec) -> None:
+    """Build the parts that need neither data nor model, and try optimizer and schedule on a small parameter.
+
+    Raises:
+        UsageError: Their settings are invalid.
+    """
+    _ = spec.objective, spec.speed, spec.lora, spec.learned_token
+    build, schedule = spec.optimizer, spec.lr_scheduler
+    if not target_of(build).__module__.startswith(("torch.optim.", "bitsandbytes.optim.")):
+        return  # others may need other parameter shapes
+    import torch
+
+    optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+    if spec["trainer.accelerator"] == "cpu" or not torch.cuda.is_available():
+        _check_step(spec, optimizer)
+    if target_of(schedule).__module__.startswith(("torch.optim.", "sd_lightning.")):
+        schedule(optimizer)
+
+
+def _check_step(spec: RunSpec, optimizer: torch.optim.Optimizer) -> None:
+    """Take a trial step with an optimizer that will run on the CPU: some settings fail only there."""
+    import torch
+
+    try:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    except Exception as error:
+        named = [key for key in spec["optimizer"] if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
+        raise UsageError(
+            f"optimizer: {type(optimizer).__name__} cannot step on the CPU with these arguments: {error} "
+            f"({type(error).__name__}); {leave_out('optimizer', named) or 'write optimizer=adamw'}"
+        ) from error
+
+
+def _check_output_dir(spec: RunSpec) -> None:
+    """Check that the run may write into its folder; only the first process reads all of it."""
+    from sd_lightning.data.builders import paths_in
+    from sd_lightning.data.sources.huggingface import check_not_scanned
+
+    check_place(spec["output_dir"], key="output_dir")
+    run_dir, dataset = spec.output_dir, spec.get("data.dataset_name")
+    is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
+    resuming = spec["resume"] == "auto" or is_continued
+    if is_first_process():
+        if dataset:
+            check_not_scanned(dataset, run_dir)
+        reads = {
+            key if key in spec.settings and key.endswith("_dir") else f"data.{key}": path
+            for key, path in paths_in(spec["data"]).items()
+        }
+        if not is_continued:  # then they may lie in the run's own folder
+            of_model = {"init_from": spec["init_from"]}
+            of_model |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
+            reads |= {key: path for key, path in of_model.items() if path and os.path.exists(path)}
+        runs.check_output_dir(run_dir, resuming=resuming, overwrite=spec["overwrite"], reads=reads)
+    elif not resuming and not spec["overwrite"]:
+        runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import yaml
 
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
@@ -20,6 +19,7 @@ from sd_lightning.storage.run_folder import PLAN
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from sd_lightning.apps.run_spec import RunSpec
     from sd_lightning.callbacks import PortableCheckpoint
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.storage.run_folder import RunFolder
@@ -37,9 +37,9 @@ def checkpoints_of(trainer: pl.Trainer) -> PortableCheckpoint:
     """Return the callback that saves checkpoints; the pre-flight refuses runs without one."""
     from sd_lightning.callbacks import PortableCheckpoint
 
-    found = callback_of(trainer, PortableCheckpoint)
-    assert found is not None
-    return found
+    callback = callback_of(trainer, PortableCheckpoint)
+    assert callback is not None
+    return callback
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def catch_up(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataM
         samples.on_train_end(trainer, module)
 
 
-def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
+def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     """Publish the pipeline, write summary and report, and print their paths.
 
     Returns:
@@ -77,107 +77,97 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     from sd_lightning.report import read_metrics, write_report
 
     bad_samples = datamodule.bad.gather()
-    checkpoints, is_stopped = checkpoints_of(trainer), stopped_by_signal(trainer)
+    saved, is_stopped = checkpoints_of(trainer).last_saved, stopped_by_signal(trainer)
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if is_stopped else 0
-    saved = checkpoints.last_saved
     if is_stopped:
         step, at = trainer.global_step, None if saved is None else checkpoint.step_of(saved)
-        told = f"saved {saved}" if at == step else f"not saved, since its loss is not finite; the last is {saved}"
-        print(f"stopped by a signal at step {step}; {told}; resume=auto continues")
+        state = f"saved {saved}" if at == step else f"not saved, since its loss is not finite; the last is {saved}"
+        print(f"stopped by a signal at step {step}; {state}; resume=auto continues")
         return EXIT_INTERRUPTED
     assert saved is not None
+    run_dir = spec.output_dir
     pipeline = runs.publish_pipeline(run_dir, saved)
-    summary = _summary(trainer, checkpoints, datamodule.no_caption_gap, bad_samples)
-    summary |= _circumstances(trainer, datamodule, run_dir)
-    summary |= {"checkpoint": str(saved), "pipeline": str(pipeline)}
+    summary = _summary(trainer, datamodule, spec)
+    summary |= {
+        "bad_samples": len(bad_samples),
+        "bad_sample_names": sorted(bad_samples)[:100],
+        "checkpoint": str(saved),
+        "pipeline": str(pipeline),
+    }
     on_cpu = trainer.strategy.root_device.type == "cpu"
-    summary["plan"] = against_plan(run_dir / PLAN, summary, datamodule.batch_size, on_cpu=on_cpu)
+    summary["plan"] = _against_plan(run_dir / PLAN, summary, on_cpu=on_cpu)
     with new_file(run_dir / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n")
     metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
-    write_report(run_dir, summary, metrics, (run_dir / "config.yaml").read_text())
+    write_report(run_dir, summary, metrics, spec.yaml())
     print("\n".join(_lines(summary, run_dir)))
     return 0
 
 
-def _summary(
-    trainer: pl.Trainer, checkpoints: PortableCheckpoint, why_no_gap: str | None, bad_samples: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the content of ``summary.json`` except paths; None marks values that were not measured."""
-    from sd_lightning.callbacks import SampleGrid, Throughput
+def _summary(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> dict[str, Any]:
+    """Return the figures of ``summary.json``, and what a comparison of runs needs beside them.
 
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    None marks values that were not measured.
+    """
+    from sd_lightning.apps.settings import preset_name
+    from sd_lightning.callbacks import SampleGrid, Throughput
+    from sd_lightning.planner.calibration import device_name
+
+    checkpoints, metrics = checkpoints_of(trainer), trainer.callback_metrics
     samples, throughput = callback_of(trainer, SampleGrid), callback_of(trainer, Throughput)
     speed = throughput.summary() if throughput is not None else {}
     accuracy = samples.prompted_accuracy if samples is not None else None
-    gap = metrics.get("val/caption_gap")
+    loss, gap = (float(metrics[name]) if name in metrics else None for name in ("val/loss", "val/caption_gap"))
     return {
         "steps": trainer.global_step,
         "train_seconds": round(checkpoints.train_seconds, 2),
         **{name: speed.get(name) for name in ("images_per_second", "data_wait", "peak_memory_gib", "mfu")},
         "final_loss": checkpoints.loss,
-        "val_loss": metrics.get("val/loss"),
+        "val_loss": loss,
         "caption_gap": gap,
-        "no_caption_gap": None if gap is not None else why_no_gap or "nothing was validated",
+        "no_caption_gap": None if gap is not None else datamodule.no_caption_gap or "nothing was validated",
         "prompted_accuracy": accuracy,
         "prompted_accuracy_samples": samples.accuracy_samples if samples is not None and accuracy is not None else 0,
-        "bad_samples": len(bad_samples),
-        "bad_sample_names": sorted(bad_samples)[:100],
-    }
-
-
-def _circumstances(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> dict[str, Any]:
-    """Return what a comparison of runs needs beside their figures."""
-    from sd_lightning.apps.settings import preset_name
-    from sd_lightning.planner.calibration import device_name
-
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    return {
         "hardware": device_name(of_cpu=trainer.strategy.root_device.type == "cpu"),
         "devices": trainer.world_size,
         "batch_size": datamodule.batch_size,
-        "strategy": preset_name("strategy", config.get("strategy")),
-        "precision": config["trainer"]["precision"],
+        "strategy": preset_name("strategy", spec["strategy"]),
+        "precision": spec["trainer.precision"],
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
     }
 
 
-def against_plan(file: Path, measured: Mapping[str, Any], batch_size: int, *, on_cpu: bool) -> dict[str, Any] | None:
+def _against_plan(file: Path, summary: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any] | None:
     """Return predicted and measured memory and time of a run with ``strategy=auto``; None without a plan.
 
     Args:
         file: The run's ``plan.json``.
-        measured: Has ``images_per_second`` and ``peak_memory_gib``.
-        batch_size: Samples per step.
+        summary: What was measured.
         on_cpu: Whether the measured memory is that of the process, of which the device's is a part.
     """
     if not file.is_file():
         return None
     plans = json.loads(file.read_text(encoding="utf-8"))
-    plan, rate, peak = plans["plans"][0], measured["images_per_second"], measured["peak_memory_gib"]
+    plan, rate, peak = plans["plans"][0], summary["images_per_second"], summary["peak_memory_gib"]
     predicted = plan["device_peak"] + plan["host_peak"] * on_cpu
     return {
         "options": " ".join(plan["options"]),
         "speeds": plans["speeds"],
         "memory_gb": {"predicted": predicted / 1e9, "measured": peak and peak * 2**30 / 1e9},
-        "step_seconds": {"predicted": plan["seconds"]["step"], "measured": rate and batch_size / rate},
+        "step_seconds": {"predicted": plan["seconds"]["step"], "measured": rate and summary["batch_size"] / rate},
     }
 
 
-def _told(plan: Mapping[str, Any]) -> str:
+def _line_of_plan(plan: Mapping[str, Any]) -> str:
     """Return predicted and measured values side by side."""
     memory, seconds = plan["memory_gb"], plan["step_seconds"]
-    shown = [
-        f"{memory['predicted']:.3g} GB predicted, " + _measured(memory["measured"]),
-        f"{seconds['predicted']:.3g} s a step predicted ({plan['speeds']}), " + _measured(seconds["measured"]),
-    ]
-    return "; ".join(shown)
-
-
-def _measured(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3g} measured"
+    measured = ["not measured" if m is None else f"{m:.3g} measured" for m in (memory["measured"], seconds["measured"])]
+    return (
+        f"{memory['predicted']:.3g} GB predicted, {measured[0]}; "
+        f"{seconds['predicted']:.3g} s a step predicted ({plan['speeds']}), {measured[1]}"
+    )
 
 
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
@@ -192,7 +182,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
         "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
-        "plan": summary["plan"] and _told(summary["plan"]),
+        "plan": summary["plan"] and _line_of_plan(summary["plan"]),
         "bad samples": bad and f"{bad} left out, named in summary.json",
         "pictures": f"{run_dir}/samples/",
         "pipeline": f"{pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",

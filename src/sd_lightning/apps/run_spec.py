@@ -36,30 +36,23 @@ OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 class ModelSource:
     """Where the model of a run comes from; reading it may take minutes, so it is built when it is asked for."""
 
-    build: _conf.Builder
+    builder: _conf.Builder
 
     @cached_property
     def is_ours(self) -> bool:
         """Whether :func:`sd_lightning.loading.load_model` builds it; users' own functions need not take its options."""
         from sd_lightning.loading import load_model
 
-        return self.build.target is load_model
+        return self.builder.target is load_model
 
     @property
     def target(self) -> str:
         """Dotted name of the function."""
-        return str(self.build.node["_target_"])
+        return str(self.builder.node["_target_"])
 
     def get(self, name: str) -> Any:
         """Return an argument of the function; None if it is not set."""
-        return self.build.arguments.get(name)
-
-    @property
-    def name(self) -> str | None:
-        """The pretrained model, or the function of one's own; None for random weights."""
-        if self.is_ours:
-            return self.get("pretrained")
-        return self.get("pretrained") or self.target
+        return self.builder.arguments.get(name)
 
     def check(self) -> None:
         """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or pictures.
@@ -87,15 +80,6 @@ class ModelSource:
             return LatentDiffusion.build(self.get("architecture"), device="meta")
         return LatentDiffusion.describe(self.get("pretrained"), revision=self.get("revision"), vae=self.get("vae"))
 
-    def load(self, *, deferred: Sequence[str] = ()) -> LatentDiffusion:
-        """Build or load the model.
-
-        Args:
-            deferred: Networks whose weights are read later or never; users' own functions read them.
-        """
-        model: LatentDiffusion = self.build(**({"deferred": tuple(deferred)} if self.is_ours and deferred else {}))
-        return model
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -108,10 +92,12 @@ class RunSpec:
 
     settings: Mapping[str, Any]
     """What ``config.yaml`` says: sections by name, plain values, nothing left to interpolate."""
-    given: frozenset[str] = frozenset()
+    overridden: frozenset[str] = frozenset()
     """Keys and groups that the command line sets, not the defaults."""
     resume: Path | None = None
     """The checkpoint that is continued."""
+    resumed_batch: int | None = None
+    """Samples per step of the run that is continued."""
     recomputation: Recomputation | None = None
     """What blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
     _built: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -154,9 +140,10 @@ class RunSpec:
         changed = {path.partition(".")[0] for path in changes}
         return dataclasses.replace(self, settings=settings, _built=self._built_without(changed))
 
-    def resuming(self, checkpoint: Path | None) -> RunSpec:
-        """Return this run as the continuation of a checkpoint, if there is one."""
-        return dataclasses.replace(self, resume=checkpoint, _built=self._built_without({"callbacks"}))
+    def resuming(self, checkpoint: Path, *, batch_size: int) -> RunSpec:
+        """Return this run as the continuation of a checkpoint, of a run with a batch size."""
+        built = self._built_without({"callbacks"})
+        return dataclasses.replace(self, resume=checkpoint, resumed_batch=batch_size, _built=built)
 
     def _built_without(self, sections: set[str]) -> dict[str, Any]:
         return {name: each for name, each in self._built.items() if name not in sections}
@@ -173,10 +160,6 @@ class RunSpec:
         """Build the object of a section; keyword arguments override the section's; None if there is no section."""
         value = self.get(path)
         return None if value is None else _conf.instantiate(_conf.section(path, value), **kwargs)
-
-    def builder(self, path: str) -> _conf.Builder:
-        """Return what builds the object of a section."""
-        return _conf.builder(_conf.section(path, self[path]))
 
     @property
     def strategy(self) -> Strategy | str:
@@ -212,14 +195,32 @@ class RunSpec:
     @property
     def model(self) -> ModelSource:
         if "model" not in self._built:
-            self._built["model"] = ModelSource(self.builder("model"))
+            self._built["model"] = ModelSource(_conf.builder(_conf.section("model", self["model"])))
         return self._built["model"]
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether weights may be read when the strategy has placed the networks, not with the model.
+
+        A checkpoint of Lightning's is loaded into whole weights, and Lightning's averages copy the module before a
+        strategy has read them.
+        """
+        return self.model.is_ours and not self.starts_from_lightning and not self.averages_by_lightning
+
+    def load_model(self, *, deferred: Sequence[str]) -> LatentDiffusion:
+        """Build or load the model.
+
+        Args:
+            deferred: Networks whose weights are read later or never, where that is possible.
+        """
+        model: LatentDiffusion = self.model.builder(**({"deferred": tuple(deferred)} if self.can_defer else {}))
+        return model
 
     @property
     def callbacks(self) -> Mapping[str, Callback]:
         """The callbacks, by name, of a run that :func:`~sd_lightning.apps.preflight.preflight` has looked at."""
         if "callbacks" not in self._built:
-            names = [name for name, node in self["callbacks"].items() if node is not None]
+            names = [name for name, node in (self.get("callbacks") or {}).items() if node is not None]
             resume = {"checkpoint": {"resume": self.resume}}
             self._built["callbacks"] = {n: self.build(f"callbacks.{n}", **resume.get(n, {})) for n in names}
         return self._built["callbacks"]

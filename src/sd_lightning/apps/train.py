@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,7 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.checks import check_trainer
-from sd_lightning.apps.preflight import preflight
+from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion
-    from sd_lightning.planner.choice import Choice
+    from sd_lightning.planner.choice import PlanChoice
     from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
@@ -51,16 +51,27 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     """
     use_expandable_segments()
     spec = preflight(spec)
-    run_dir, resume = spec.output_dir, spec.resume
-    trained = resume is not None and spec["trainer.max_steps"] <= checkpoint.step_of(resume)
-    if resume is not None and trained and runs.is_finished(run_dir, checkpoint.step_of(resume)):
-        log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
-        return 0
+    run_dir, resume, choice = spec.output_dir, spec.resume, None
+    if resume is not None:
+        step = checkpoint.step_of(resume)
+        if spec["trainer.max_steps"] <= step and runs.is_finished(run_dir, step):
+            log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
+            return 0
     quiet_libraries()
-    spec, choice = planned(spec)
+    if spec.left_to_planner():
+        from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
+
+        spec.model.check()
+        spec, choice = choose_plan(spec)
+        check_trainer(spec)
+        if is_first_process():
+            print(*choice.lines(), sep="\n")
     trainer = build_trainer(spec)
     spec.model.check()
-    spec = with_recomputation(spec, choice)
+    if spec.speed.limits_activations:
+        from sd_lightning.apps.planning import recomputation
+
+        spec = replace(spec, recomputation=recomputation(spec, choice))
     if prepare is not None:
         prepare(spec)
     datamodule = spec.build("data")
@@ -80,37 +91,12 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
-            return finish(trainer, datamodule, run_dir)
-
-
-def planned(spec: RunSpec) -> tuple[RunSpec, Choice | None]:
-    """Let the planner choose what the run leaves to it, and print the choice."""
-    if not spec.left_to_planner():
-        return spec, None
-    from sd_lightning.apps import auto
-    from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
-
-    spec.model.check()
-    resumed = None if spec.resume is None else read_trainer_state(spec.resume)["position"]["batch_size"]
-    spec, choice = auto.choose(spec, batch_size=resumed)
-    check_trainer(spec)
-    if is_first_process():
-        print(*choice.lines(), sep="\n")
-    return spec, choice
-
-
-def with_recomputation(spec: RunSpec, choice: Choice | None = None) -> RunSpec:
-    """Choose what blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
-    if not spec.speed.limits_activations:
-        return spec
-    from sd_lightning.apps.planning import recomputation
-
-    return replace(spec, recomputation=recomputation(spec, None if choice is None else choice.plans))
+            return finish(trainer, datamodule, spec)
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:
     """Build the trainer with the callbacks, loggers and strategy of the run."""
-    from sd_lightning.training.precision import precision_options
+    from sd_lightning.training.speed import precision_options
 
     loggers = [spec.build(f"logger.{name}") for name, node in (spec.get("logger") or {}).items() if node is not None]
     if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
@@ -131,7 +117,8 @@ def build_module(spec: RunSpec) -> SDLightningModule:
     """Build the model, wrap it for training, and apply the speed switches."""
     grows = spec.learned_token is not None  # a row is added to the weights that the text encoder's file holds
     trains_texts = spec["module.train_text_encoder"] and not grows
-    module = wrap(spec, load_model(spec, ("denoiser", "text_encoders") if trains_texts else ("denoiser",)))
+    deferred = ("denoiser", "text_encoders") if trains_texts else ("denoiser",)
+    module = wrap(spec, spec.load_model(deferred=deferred))
     if spec.starts_from_lightning:
         runs.load_lightning_checkpoint(spec["init_from"], module)
     spec.speed.apply_(module.trained_networks(), None if spec.recomputation is None else spec.recomputation.kept)
@@ -149,20 +136,6 @@ def wrap(spec: RunSpec, latent_diffusion: LatentDiffusion) -> SDLightningModule:
         lr_scheduler=spec.lr_scheduler,
         **{name: part for name, part in optional.items() if part is not None},
     )
-
-
-def load_model(spec: RunSpec, deferred: Sequence[str]) -> LatentDiffusion:
-    """Load the run's model; the weights of networks are read later, where that is possible."""
-    return spec.model.load(deferred=deferred if can_defer(spec) else ())
-
-
-def can_defer(spec: RunSpec) -> bool:
-    """Return whether weights may be read when the strategy has placed the networks, not with the model.
-
-    A checkpoint of Lightning's is loaded into whole weights, and Lightning's averages copy the module before a strategy
-    has read them.
-    """
-    return spec.model.is_ours and not spec.starts_from_lightning and not spec.averages_by_lightning
 
 
 def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
@@ -196,18 +169,20 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         )
 
 
-def open_run(spec: RunSpec, trainer: pl.Trainer, choice: Choice | None) -> None:
+def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None) -> None:
     """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
+    run_dir, settings = spec.output_dir, spec.yaml()
     checkpoints_of(trainer).folder.open(overwrite=spec["overwrite"])
-    run_dir = spec.output_dir
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
-        tmp.write_text(spec.yaml())
+        tmp.write_text(settings)
     if choice is not None:
-        from sd_lightning.apps import auto
+        from sd_lightning.apps.plan_output import record
 
-        auto.write(choice, run_dir)
+        plans = record(choice.plans, title=choice.who, settings="of this run, in config.yaml")
+        with new_file(run_dir / PLAN) as tmp:
+            tmp.write_text(json.dumps(plans, indent=1), encoding="utf-8")
     else:
         (run_dir / PLAN).unlink(missing_ok=True)  # of an earlier start of this run
     for logger in trainer.loggers:

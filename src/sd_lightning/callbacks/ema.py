@@ -77,7 +77,7 @@ class EMA(StepCallback, TakesMemory):
         """The callback that has restored the trained weights for the fit that begins."""
         self._updates_before: int | None = None
 
-    def planned(self, run: TrainingRun) -> TrainingRun:
+    def add_memory(self, run: TrainingRun) -> TrainingRun:
         return replace(run, averages=True, offload_averages=self.offload)
 
     @property

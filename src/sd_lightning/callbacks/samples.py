@@ -77,7 +77,7 @@ class SampleGrid(StepCallback, TakesMemory):
         self.prompted_accuracy: float | None = None
         self._drawn_step = -1
 
-    def planned(self, run: TrainingRun) -> TrainingRun:
+    def add_memory(self, run: TrainingRun) -> TrainingRun:
         count = -(-len(self.prompts or range(2 * self.columns)) // run.world_size)
         options = self.options
         size, count = (options.height, options.width), min(options.batch_size, count)

@@ -13,8 +13,6 @@ __all__ = ["plan"]
 def __getattr__(name: str) -> Any:  # strategies import a part of this package, and need not load all of it
     if name != "plan":
         raise AttributeError(f"module 'sd_lightning.planner' has no attribute {name!r}")
-    import sd_lightning
     from sd_lightning.planner.search import plan
 
-    sd_lightning.register_strategies()
     return plan

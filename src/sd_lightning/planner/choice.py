@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sd_lightning._errors import UsageError
@@ -14,7 +15,7 @@ _SAFER = 0.9
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The plan of a run."""
 
     plans: Plans
@@ -24,16 +25,31 @@ class Choice:
     plan: TrainingPlan
 
     @classmethod
-    def of(cls, search: Search, who: str) -> Choice:
+    def of(cls, search: Search, who: str, remedy: Callable[[Plans], str]) -> PlanChoice:
         """Take the fastest plan that fits.
 
+        Args:
+            search: The search.
+            who: What the planner chooses for: "strategy=auto".
+            remedy: Plans that are too large -> what would help, for the message.
+
         Raises:
-            NothingFits: There is none.
+            UsageError: No plan fits, or none can be predicted.
         """
         plans = search.plans()
-        if not plans.best:
-            raise NothingFits(plans, who)
-        return cls(plans, search, who, plans.best[0])
+        if plans.best:
+            return cls(plans, search, who, plans.best[0])
+        on = f"{who} on {plans.cluster.count} x {plans.cluster.device.name}"
+        if not plans.too_large:
+            raise UsageError(
+                f"{on}: no strategy can be planned: {'; '.join(plans.skip_reasons)}; choose a strategy and a batch size"
+            )
+        closest = plans.too_large[0]
+        parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in closest.memory.device_phase.parts.items() if size)
+        raise UsageError(
+            f"{on}: nothing fits with {closest.run.batch_size} sample(s) per pass; the closest, "
+            f"{closest.candidate.name}, lacks {closest.lacks} (GB on the device: {parts}); {remedy(plans)}"
+        )
 
     def lines(self) -> list[str]:
         """Return the plan and its best rivals as lines of text."""
@@ -51,30 +67,6 @@ class Choice:
             f"{self.who}: out of memory with {' '.join(plan.options())}; {cluster.memory / GB:.1f} GB should be "
             f"usable, and predicted were {plan.memory.device_phase.line().strip()}; {remedy}"
         )
-
-
-class NothingFits(UsageError):
-    """No plan fits, or none can be predicted."""
-
-    def __init__(self, plans: Plans, who: str, remedy: str = "") -> None:
-        self.plans, self.who = plans, who
-        cluster = plans.cluster
-        on = f"{who} on {cluster.count} x {cluster.device.name}"
-        if not plans.too_large:
-            super().__init__(
-                f"{on}: no strategy can be planned: {'; '.join(plans.skip_reasons)}; choose a strategy and a batch size"
-            )
-            return
-        closest = plans.too_large[0]
-        parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in closest.memory.device_phase.parts.items() if size)
-        super().__init__(
-            f"{on}: nothing fits with {closest.run.batch_size} sample(s) per pass; the closest, "
-            f"{closest.candidate.name}, lacks {closest.lacks} (GB on the device: {parts}); {remedy}"
-        )
-
-    def with_remedy(self, remedy: str) -> NothingFits:
-        """Return the error with what would help."""
-        return NothingFits(self.plans, self.who, remedy)
 
 
 def description(plan: TrainingPlan) -> str:

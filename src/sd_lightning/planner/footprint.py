@@ -1,6 +1,6 @@
 """The memory that a strategy takes for trained weights: declared by each strategy, read by the planner.
 
-The strategies that the planner compares are :data:`CANDIDATES`, which :mod:`sd_lightning.strategies` registers.
+A :class:`Candidate` is a strategy that the planner compares; ours are :func:`sd_lightning.strategies.presets.candidates`.
 """
 
 from __future__ import annotations
@@ -295,7 +295,3 @@ class Candidate:
         """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
         footprint: Footprint | None = self.build(**self.settings).footprint(workload)
         return footprint
-
-
-CANDIDATES: list[Candidate] = []
-"""The simplest first: of two that are equally fast, the planner takes the first."""

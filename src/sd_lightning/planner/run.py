@@ -66,6 +66,6 @@ class TrainingRun:
 class TakesMemory:
     """Interface of callbacks whose memory is predicted."""
 
-    def planned(self, run: TrainingRun) -> TrainingRun:
+    def add_memory(self, run: TrainingRun) -> TrainingRun:
         """Return the settings of a run with this callback."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.checkpointing import Simulated, Simulation
 from sd_lightning.planner.devices import Cluster, Device
-from sd_lightning.planner.footprint import CANDIDATES, Candidate, Footprint
+from sd_lightning.planner.footprint import Candidate, Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster, Timeline
 from sd_lightning.planner.passes import encoding_traces
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
@@ -119,6 +119,8 @@ class Search:
     run: TrainingRun
     """Settings of the run; its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here."""
     cluster: Cluster
+    candidates: Sequence[Candidate]
+    """Strategies to compare, the simplest first: of two that are equally fast, the first is taken."""
     speeds: Speeds | None = None
     """What the GPUs' machine reaches, whose cores the processes share; assumed from the device table if not given."""
     batch_size: int | None = None
@@ -128,8 +130,6 @@ class Search:
     checkpointing: Recompute | None = None
     """Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is the faster of False and
     "auto"."""
-    candidates: Sequence[Candidate] | None = None
-    """Strategies to compare; all that are registered if not given."""
     tf32: bool = False
     """Products of float32 matrices use TensorFloat-32."""
 
@@ -215,8 +215,7 @@ class Search:
 
     @property
     def _suited(self) -> list[Candidate]:
-        candidates = CANDIDATES if self.candidates is None else self.candidates
-        return [candidate for candidate in candidates if candidate.suits(self.cluster.count)]
+        return [candidate for candidate in self.candidates if candidate.suits(self.cluster.count)]
 
     @cached_property
     def _forecasters(self) -> dict[bool, Forecaster]:
@@ -377,7 +376,7 @@ def plan(
         num_devices: GPUs.
         run: Settings of the run; training of all weights at the model's own resolution if not given.
         host_memory: Bytes per GPU; what the device's table assumes if not given.
-        **options: Of :class:`Search`.
+        **options: Of :class:`Search`, with ``candidates``.
 
     Raises:
         UsageError: The device is unknown, or an option is invalid.

@@ -93,22 +93,22 @@ class ModuleSubject:
         self._blocks = [name for name, part in module.named_modules() if id(part) in chosen]
         self._sharded = {id(p) for name in networks for p in module.get_submodule(name).parameters()}
         failed: list[str] = []
-        found: dict[str, Trace] = {}
+        traces: dict[str, Trace] = {}
         for name, step in steps.items():
             try:
-                found[name] = self._traced(step, torch.float32, None)
+                traces[name] = self._traced(step, torch.float32, None)
             except Exception as error:  # of the user's code, which may do anything
                 failed.append(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        if not found:
+        if not traces:
             raise UsageError(
                 f"{type(module).__name__} cannot be traced with its example inputs on the meta device, where tensors "
                 f"have shapes but no values ({'; '.join(failed)}); make one of them work there, or choose a strategy "
                 "yourself"
             )
         # A step that takes the example for another kind of batch does less than the module's forward.
-        self.how = max(found, key=lambda name: found[name].flops.constant.sum())
+        self.how = max(traces, key=lambda name: traces[name].flops.constant.sum())
         self._step = steps[self.how]
-        self._traces: dict[tuple[torch.dtype, torch.dtype | None], Trace] = {(torch.float32, None): found[self.how]}
+        self._traces: dict[tuple[torch.dtype, torch.dtype | None], Trace] = {(torch.float32, None): traces[self.how]}
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:

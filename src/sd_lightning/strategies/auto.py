@@ -17,20 +17,19 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware, hardware_here
-from sd_lightning.planner.choice import Choice, NothingFits
+from sd_lightning.planner.choice import PlanChoice
 from sd_lightning.planner.devices import Cluster, Device
 from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans, Search, TrainingPlan
 from sd_lightning.planner.segments import use_expandable_segments
+from sd_lightning.strategies import presets
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.predicted import Predicted, predicted
-from sd_lightning.strategies.presets import register_candidates
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
-_COUNTS = (2, 4, 8)
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -52,7 +51,7 @@ class AutoStrategy(DDPStrategy):
         run: What an ``SDLightningModule`` with data of your own cannot know: batch size and resolution, and all else
             that memory depends on. Precision, processes, accumulation and the optimizer are the trainer's. Other
             modules are traced with their ``example_input_array``, and it is refused.
-        candidates: Strategies to compare; all that are registered if not given.
+        candidates: Strategies to compare, the simplest first; all that have a name if not given.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 
     Raises:
@@ -70,13 +69,13 @@ class AutoStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout_seconds=timeout_seconds)
         use_expandable_segments()
-        self._given: tuple[Device, Speeds] | None = None
+        self._hardware: tuple[Device, Speeds] | None = None
         if isinstance(device, str):
-            self._given = hardware(device)
+            self._hardware = hardware(device)
         elif device is not None:
-            self._given = device, Speeds.of(device)
+            self._hardware = device, Speeds.of(device)
         self._host_memory, self._run = host_memory, run
-        self._candidates = None if candidates is None else list(candidates)
+        self._candidates = list(presets.candidates() if candidates is None else candidates)
 
     @override
     def _configure_launcher(self) -> None:
@@ -92,13 +91,10 @@ class AutoStrategy(DDPStrategy):
             return
         self._check(trainer)
         with isolate_rng():  # a traced step may draw random numbers
-            what = predicted(trainer, model, self._run)
-            search = self._search(trainer, what)
-            try:
-                choice = Choice.of(search, "AutoStrategy" + what.how)
-            except NothingFits as error:
-                raise error.with_remedy(_remedy(search)) from None
-        plan = self._become(trainer, model, what, choice.plans)
+            planned = predicted(trainer, model, self._run)
+            search = self._search(planned)
+            choice = PlanChoice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(planned.run))
+        plan = self._become(trainer, model, planned, choice.plans)
         for line in replace(choice, plan=plan).lines():
             rank_zero_info(line)
 
@@ -114,12 +110,11 @@ class AutoStrategy(DDPStrategy):
                 "another strategy, e.g. strategy=FSDPStrategy()"
             )
 
-    def _search(self, trainer: Any, what: Predicted) -> Search:
-        register_candidates()
-        run = replace(what.run, precision=trainer.precision, accumulate=trainer.accumulate_grad_batches)
-        cluster, speeds = self._hardware()
+    def _search(self, planned: Predicted) -> Search:
+        run = planned.run
+        cluster, speeds = self._cluster()
         return Search(
-            what.subject,
+            planned.subject,
             run,
             cluster,
             speeds=speeds,
@@ -130,27 +125,27 @@ class AutoStrategy(DDPStrategy):
             tf32=torch.backends.cuda.matmul.allow_tf32,
         )
 
-    def _hardware(self) -> tuple[Cluster, Speeds]:
+    def _cluster(self) -> tuple[Cluster, Speeds]:
         """Return the devices of this run, and their speeds."""
-        if self._given is not None:  # also of a GPU that is planned for on a CPU
-            device, speeds = self._given
+        if self._hardware is not None:  # also of a GPU that is planned for on a CPU
+            device, speeds = self._hardware
             cluster = Cluster.here(device, self.world_size, on_cpu=False)
         else:
             device, speeds = hardware_here()
             cluster = Cluster.here(device, self.world_size, on_cpu=self.root_device.type != "cuda")
         return replace(cluster, host_memory=self._host_memory or cluster.host_memory), speeds
 
-    def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> TrainingPlan:
+    def _become(self, trainer: Any, module: pl.LightningModule, planned: Predicted, plans: Plans) -> TrainingPlan:
         """Give the trainer the fastest strategy that takes the module, as if it had been passed to it."""
         connector = trainer._accelerator_connector
-        refused = list(found.skip_reasons)
-        for plan in found.best:
+        refused = list(plans.skip_reasons)
+        for plan in plans.best:
             engine = plan.candidate.build(**plan.candidate.settings)
             strategy = engine if isinstance(engine, Strategy) else connector._choose_strategy()
             connector._strategy_flag = strategy
             try:
                 connector._validate_precision_choice()
-                engine_of(strategy).check(trainer, what.checked)
+                engine_of(strategy).check(trainer, planned.checked)
                 strategy.connect(module)
             except (UsageError, ValueError) as error:
                 refused.append(f"{plan.candidate.name}: {error}")
@@ -187,15 +182,7 @@ class _SameChoice(Callback):
             )
 
 
-def _remedy(search: Search) -> str:
+def _remedy(run: TrainingRun) -> str:
     """Return what would make a plan fit, in Python's words."""
-    count, helps = search.cluster.count, []
-    for more in _COUNTS:
-        if more > count:
-            plan = search.with_changes(search.run, replace(search.cluster, count=more)).smallest_that_fits()
-            if plan is not None:
-                helps.append(f"devices={more}, with {plan.candidate.name}")
-                break
-    helps.append(f"a batch below {search.run.batch_size} per process, or recomputed activations")
-    helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
-    return f"what may help: {'; '.join(helps)}"
+    helps = f"more devices, a batch below {run.batch_size} per process, or recomputed activations"
+    return f"what may help: {helps}" + (", or precision=bf16-mixed" if run.precision == "32-true" else "")

@@ -22,8 +22,6 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.blocks import repeated_blocks
-from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
@@ -46,13 +44,6 @@ class TrainingProtocol(Protocol):
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Return a network's weights that are still in their files, once; None by default."""
-        ...
-
-    def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
-        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any.
-
-        The default traces the module with its ``example_input_array``.
-        """
         ...
 
 
@@ -132,14 +123,6 @@ def take_deferred(module: pl.LightningModule, name: str) -> DeferredWeights | No
     """Return a trained network's weights that are still in their files, once; the caller reads them."""
     take: Callable[[str], DeferredWeights | None] | None = getattr(module, "take_deferred", None)
     return None if take is None else take(name)
-
-
-def planned(
-    module: pl.LightningModule, trainer: pl.Trainer, run: TrainingRun | None
-) -> tuple[LatentDiffusion, TrainingRun] | None:
-    """Return the model and the settings of the run, for predictions; None for a module that is traced itself."""
-    method: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
-    return None if method is None else method(trainer, run)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:

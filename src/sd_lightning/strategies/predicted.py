@@ -1,17 +1,17 @@
-"""What is predicted for a LightningModule: an ``SDLightningModule``'s run, or a traced step of any other.
+"""The settings of a run that the planner reads; and what it predicts for a LightningModule that it does not know.
 
-Any other module needs an ``example_input_array``, whose first dimension is the batch of one process. Its step is traced
-on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as the
-batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic counts.
-The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one element each
-but the module's trainer; it is AdamW if that fails, or if there are several.
+Modules other than ours need an ``example_input_array``, whose first dimension is the batch of one process. Its step is
+traced on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as
+the batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic
+counts. The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one
+element each but the module's trainer; it is AdamW if that fails, or if there are several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,40 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import OptimizerFactory
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.planner.subject import ModuleSubject, Subject, stand_in
-from sd_lightning.strategies.networks import blocks_of, configured_optimizers, planned, trained_networks
+from sd_lightning.strategies.networks import blocks_of, configured_optimizers, trained_networks
+
+
+def training_run(
+    batch_size: int, *, world_size: int, accumulate: int, callbacks: Iterable[Callback] = (), **settings: Any
+) -> TrainingRun:
+    """Return the settings of a run that its memory and time depend on: of every program, and for ``AutoStrategy``.
+
+    Args:
+        batch_size: Samples per step of all processes; the largest of their parts counts.
+        world_size: Number of processes.
+        accumulate: Forward passes per step.
+        callbacks: Of the trainer; ours that take memory count, and Lightning's averages.
+        **settings: The other fields of :class:`TrainingRun`.
+    """
+    size = -(-batch_size // (world_size * accumulate))
+    run = TrainingRun(size, world_size=world_size, accumulate=accumulate, **settings)
+    for callback in callbacks:
+        if isinstance(callback, TakesMemory):
+            run = callback.add_memory(run)
+        elif isinstance(callback, WeightAveraging):
+            run = replace(run, averages=True)
+    return run
+
+
+@runtime_checkable
+class PlannedModule(Protocol):
+    """A LightningModule whose step is predicted without a trace of its own."""
+
+    latent_diffusion: LatentDiffusion
+
+    def run_settings(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the arguments of :func:`training_run` that module and data know: ``batch_size``, ``resolution``, …"""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,49 +74,44 @@ class Predicted:
     """A module whose optimizers can be configured before the run begins."""
 
 
-def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRun | None) -> Predicted:
+def predicted(trainer: Any, module: pl.LightningModule, run: TrainingRun | None) -> Predicted:
     """Return what is predicted for a module.
 
     Args:
         trainer: Whose data and callbacks count.
         module: The module; it is not changed.
-        given: Settings in place of those that a module tells; for an ``SDLightningModule`` only.
+        run: Settings in place of those of module and data; for an ``SDLightningModule`` only.
 
     Raises:
         UsageError: Settings are given for another module; or it has no example inputs, or cannot be traced with them.
     """
-    told = planned(module, trainer, given)
-    if told is not None:
-        model, run = told
-        run = replace(run, optimizer=_optimizer_of(module) or run.optimizer)
-        return Predicted(model, _of_trainer(run, trainer), "", module)
-    if given is not None:
+    processes, accumulate, how = trainer.world_size, trainer.accumulate_grad_batches, ""
+    subject: LatentDiffusion | Subject
+    checked = module
+    if isinstance(module, PlannedModule):
+        subject = module.latent_diffusion
+        if run is None:
+            settings = module.run_settings(trainer)
+        else:
+            settings = {**vars(run), "batch_size": run.batch_size * processes * accumulate}
+    elif run is None:
+        subject, checked = _traced(module), _stand_in(module)
+        batch_size = _batch_size(module) * processes * accumulate
+        settings = {"batch_size": batch_size, "resolution": 0, "encodes": False, "from_files": False}
+        how = f" (traced {subject.how})"
+    else:
         raise UsageError(
             f"AutoStrategy got run= for {type(module).__name__}; expected it for an SDLightningModule only: the batch "
             "of other modules is that of their example_input_array, and the rest the trainer's and the module's; leave "
             "run= out"
         )
-    traced = _traced(module)
-    checked = _stand_in(module)
-    factory = _optimizer_of(checked)
-    run = TrainingRun(_batch_size(module), 0, encodes=False, from_files=False)
-    run = replace(run, optimizer=factory or run.optimizer)
-    how = f" (traced {traced.how}{'' if factory else ', AdamW assumed'})"
-    return Predicted(traced, _of_trainer(run, trainer), how, checked)
-
-
-def with_callbacks(run: TrainingRun, callbacks: Iterable[Callback]) -> TrainingRun:
-    """Return the settings of a run with callbacks that take memory: ours, and Lightning's averages."""
-    for callback in callbacks:
-        if isinstance(callback, TakesMemory):
-            run = callback.planned(run)
-        elif isinstance(callback, WeightAveraging):
-            run = replace(run, averages=True)
-    return run
-
-
-def _of_trainer(run: TrainingRun, trainer: Any) -> TrainingRun:
-    return with_callbacks(replace(run, world_size=trainer.world_size), trainer.callbacks)
+    optimizer = _optimizer_of(checked)
+    if optimizer is not None:
+        settings["optimizer"] = optimizer
+    elif how:
+        how = f"{how[:-1]}, AdamW assumed)"
+    settings |= {"world_size": processes, "accumulate": accumulate, "precision": trainer.precision}
+    return Predicted(subject, training_run(**settings, callbacks=trainer.callbacks), how, checked)
 
 
 def _traced(module: pl.LightningModule) -> ModuleSubject:

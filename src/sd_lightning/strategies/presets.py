@@ -134,9 +134,6 @@ def register_strategies() -> None:
             StrategyRegistry.register(preset.registered_as, preset.build, preset.description)
 
 
-def register_candidates() -> None:
-    """Tell the planner which strategies there are."""
-    from sd_lightning.planner.footprint import CANDIDATES
-
-    if not CANDIDATES:
-        CANDIDATES.extend(candidate for preset in PRESETS.values() for candidate in preset.candidates())
+def candidates() -> list[Candidate]:
+    """Return what the planner compares, the simplest first."""
+    return [candidate for preset in PRESETS.values() for candidate in preset.candidates()]

@@ -48,13 +48,13 @@ class DiffusionLoss:
         The gap is measured on the noisier half of the schedule. Batches without ``wrong_input_ids`` have none.
         """
         conditioning = self._conditioning(networks, batch)
-        found = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
+        metrics = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
         if "wrong_input_ids" in batch:
             noisy = self._noisy(batch, min_timestep=self.schedule.num_train_timesteps // 2)
             right = self._per_sample(networks, noisy, conditioning)
             wrong = self._conditioning(networks, batch, prefix="wrong_")
-            found["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
-        return found
+            metrics["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
+        return metrics
 
     def _conditioning(self, networks: Networks, batch: Batch, *, prefix: str = "") -> Conditioning:
         """Return the conditioning of a batch: that of the frozen text encoders, or now that of the trained ones."""

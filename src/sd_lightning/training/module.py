@@ -28,10 +28,8 @@ from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import training_flops_per_sample
-from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of, gradient_scaler, takes_found_inf
-from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
 
@@ -158,16 +156,12 @@ class SDLightningModule(pl.LightningModule):
         """Remove and return the deferred weights of a trained network, for the caller to read; None if it has none."""
         return self.latent_diffusion.deferred.pop(name, None)
 
-    def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
-        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any.
-
-        The trainer sets precision and processes.
+    def run_settings(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return what module and data know of a run, for predictions of its memory and time.
 
         Raises:
             UsageError: A learned token is trained, or the data do not tell batch size and resolution.
         """
-        if run is not None:
-            return self.latent_diffusion, run
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, SDDataModule) or data.source_train.latents is not None:
             has = "latents" if isinstance(data, SDDataModule) else type(data).__name__ if data else "only data loaders"
@@ -183,19 +177,18 @@ class SDLightningModule(pl.LightningModule):
         networks = self.trained_networks()
         kept = {name: kept_by([block]).pop() for name, block in recomputable(networks).items()}
         checkpointed = (getattr(part, "gradient_checkpointing", False) for part in self.denoiser.modules())
-        run = TrainingRun(
-            batch_size=-(-data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)),
-            resolution=data.images.resolution,
-            train_text_encoder=len(networks) > 1,
-            lora=self.lora,
-            gradient_checkpointing=any(each is True for each in checkpointed),
-            kept={name: what for name, what in kept.items() if what is not Kept.ALL},
-            encoder_dtype=self.encoder.dtype,
-            offload_encoders=self.encoder.offload,
-            cache_latents=data.cache_latents,
-            from_files=bool(self.latent_diffusion.deferred),
-        )
-        return self.latent_diffusion, run
+        return {
+            "batch_size": data.batch_size,
+            "resolution": data.images.resolution,
+            "train_text_encoder": len(networks) > 1,
+            "lora": self.lora,
+            "gradient_checkpointing": any(each is True for each in checkpointed),
+            "kept": {name: each for name, each in kept.items() if each is not Kept.ALL},
+            "encoder_dtype": self.encoder.dtype,
+            "offload_encoders": self.encoder.offload,
+            "cache_latents": data.cache_latents,
+            "from_files": bool(self.latent_diffusion.deferred),
+        }
 
     def cpu(self) -> Self:
         """Move to host memory; do nothing while weights are deferred, as Lightning calls this after failed runs too."""
@@ -218,8 +211,21 @@ class SDLightningModule(pl.LightningModule):
     on_test_start = on_fit_start
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact."""
-        check_accumulation(self.trainer)
+        """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact.
+
+        Raises:
+            UsageError: A callback changed ``accumulate_grad_batches``, by which the sampler has divided the batches.
+        """
+        # Any Lightning data module may be there; SDDataModule has a sampler of its own.
+        sampler = getattr(self.trainer.datamodule, "train_sampler", None)  # type: ignore[attr-defined]
+        passes = self.trainer.accumulate_grad_batches
+        if sampler is not None and sampler.accumulate != passes:
+            raise UsageError(
+                f"trainer.accumulate_grad_batches became {passes} during the fit, which began with "
+                f"{sampler.accumulate}: data.batch_size={sampler.order.batch_size} is the global batch, and the data "
+                "are divided for the first; leave GradientAccumulationScheduler out and write "
+                f"trainer.accumulate_grad_batches={passes}"
+            )
         seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
         # Not torch.manual_seed: it queues a call, with a formatted stack, for every kind of device not in use.
         torch.default_generator.manual_seed(seed)
@@ -237,11 +243,23 @@ class SDLightningModule(pl.LightningModule):
         if before and self.last_loss is not None:
             mean = self.last_loss + (mean - self.last_loss) / (before + 1)
         self.last_loss = mean
-        if is_logging_step(self.trainer):
+        if self._is_logging_step():
             count = len(batch["latents"])
             self.log("train/loss", self.last_loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=count)
         return loss
+
+    def _is_logging_step(self) -> bool:
+        """Return whether metrics of this step are read: at the logging interval, or at the end of an epoch or the run.
+
+        A callback that monitors one of them, such as ModelCheckpoint, may read it at any step. Metrics that nobody
+        reads are not logged, because logging costs half a millisecond, and with several processes a barrier.
+        """
+        trainer: Any = self.trainer
+        step, every = trainer.global_step + 1, trainer.log_every_n_steps
+        if trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0):
+            return True
+        return any(str(getattr(callback, "monitor", None)).startswith("train/") for callback in trainer.callbacks)
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""

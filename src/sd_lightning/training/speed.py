@@ -1,22 +1,24 @@
-"""Options that change a model's speed and memory; results differ at most by rounding."""
+"""Options that change a model's speed and memory, and 16-bit weights; results differ at most by rounding."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import Strategy
 from torch import nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.models.families.blocks import enable_gradient_checkpointing, recomputable, repeated_blocks
 from sd_lightning.models.tf32 import allow_tf32
-
-log = logging.getLogger(__name__)
+from sd_lightning.strategies.base import engine_of
 
 AttentionKernel = Literal["auto", "math", "flash", "efficient", "cudnn"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
@@ -122,3 +124,26 @@ def _compile_blocks(network: nn.Module, mode: CompileMode) -> None:
 
 def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return compiled(*args, **kwargs) if block.training else block._call_impl(*args, **kwargs)
+
+
+class HalfWeights(HalfPrecision):
+    """Precision plugin for ``precision="bf16-true"`` that casts only the trained networks to 16 bits.
+
+    Lightning's plugin also casts the batch and makes 16 bits the default dtype. Latents, noise and timesteps then lose
+    more precision than by casting the network's inputs. Here they stay float32 until the network's call.
+    """
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    @override
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def precision_options(precision: Any, strategy: Strategy | str) -> dict[str, Any]:
+    """Return the arguments of ``Trainer`` that set a precision; engines bring their own plugins."""
+    if precision in ("bf16-true", "16-true") and not engine_of(strategy).owns_precision:
+        return {"plugins": [HalfWeights(precision)]}
+    return {"precision": precision}

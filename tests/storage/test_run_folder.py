@@ -15,7 +15,7 @@ from PIL import Image
 
 from sd_lightning import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
-from sd_lightning.callbacks.checkpoint import opening
+from sd_lightning.callbacks.checkpoint import writer
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.storage import checkpoint, run_folder, runs
 from sd_lightning.storage.new_folder import check_new_folder, check_place
@@ -65,8 +65,8 @@ def open_by_callback(run_dir: Path, *loggers: Any, step: int = 0) -> None:
     trainer: Any = SimpleNamespace(is_global_zero=True, loggers=loggers, strategy=strategy)
     folder = RunFolder(run_dir)
     try:
-        opening.take_folder(trainer, folder)
-        opening.refuse_another_run(trainer, run_dir, goes_on=step > 0)
+        writer.take_folder(trainer, folder)
+        writer.refuse_another_run(trainer, run_dir, goes_on=step > 0)
     finally:
         folder.unlock()
 

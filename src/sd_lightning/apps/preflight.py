@@ -58,10 +58,10 @@ def preflight(spec: RunSpec) -> RunSpec:
         spec = spec.resuming(runs.find_checkpoint(resume, run_dir, thorough=is_first_process()))
     checks.check_parts(spec)
     if spec.resume is not None:  # repeated when the module is built; here before slow work such as class images
-        from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
+        from sd_lightning.callbacks.checkpoint.pipeline import check_same_parts
+        from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 
-        parts = trained_parts(spec.lora, spec.learned_token)
-        check_same_parts(read_trainer_state(spec.resume), parts, spec.resume)
+        check_same_parts(read_trainer_state(spec.resume), spec, spec.resume)
     is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
     resuming = resume == "auto" or is_continued
     if is_first_process():

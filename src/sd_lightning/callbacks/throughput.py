@@ -15,13 +15,13 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.lightning_loops import FETCH
 from sd_lightning.callbacks.steps import PauseListener, StepCallback, paused
 from sd_lightning.data.contract import global_batch_size
 from sd_lightning.gemini.auto import peak_allocated, peak_resident
 
 log = logging.getLogger(__name__)
 
-_FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _SAVE = "save_checkpoint"
 _GIB = 2**30
 _DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
@@ -82,7 +82,7 @@ class _ProfilerTap(Profiler):
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
-        if action_name in (_FETCH, _SAVE):
+        if action_name in (FETCH, _SAVE):
             return super().profile(action_name)
         return self.inner.profile(action_name)  # about fifty per step
 
@@ -209,7 +209,7 @@ class Throughput(StepCallback, PauseListener):
         self._clock = None
 
     def _on_action(self, action: str, begins: bool) -> None:
-        if action == _FETCH:
+        if action == FETCH:
             if begins:
                 self._fetch_started = time.perf_counter()
             else:

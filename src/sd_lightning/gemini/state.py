@@ -13,7 +13,6 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.state.optimizer_change import optimizer_name
 from sd_lightning.state.shards import (
     LazyTensor,
     OptimizerGroups,
@@ -23,6 +22,7 @@ from sd_lightning.state.shards import (
     ShardedState,
     load_groups,
     named_groups,
+    optimizer_name,
 )
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, 
 from sd_lightning.callbacks.checkpoint import writer
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.state.shards import TensorRange, tensor_of
-from sd_lightning.storage import run_folder
+from sd_lightning.storage import runs
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, step_of
 
 Run = Callable[..., CompletedProcess[str]]
@@ -335,7 +335,7 @@ def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pyt
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            run_folder.mark(run)
+            runs.mark(run)
 
     monkeypatch.setattr(writer.time, "sleep", sleep)
     trainer = SimpleNamespace(global_rank=5)

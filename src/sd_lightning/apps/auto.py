@@ -20,7 +20,7 @@ from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.remedies import remedies
 from sd_lightning.planner.search import Plan, Recompute, Search
 from sd_lightning.storage.atomic import new_file
-from sd_lightning.storage.run_folder import PLAN
+from sd_lightning.storage.runs import PLAN
 from sd_lightning.strategies import engine_of
 
 

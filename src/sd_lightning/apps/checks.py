@@ -12,7 +12,7 @@ from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes
 from sd_lightning.apps.run_spec import AUTO, RunSpec, refuse, target_of
-from sd_lightning.storage.new_folder import unused
+from sd_lightning.storage.atomic import unused
 
 if TYPE_CHECKING:
     import torch

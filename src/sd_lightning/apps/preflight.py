@@ -11,8 +11,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps import checks
 from sd_lightning.apps.run_spec import OF_PRETRAINED, RunSpec
-from sd_lightning.storage import checkpoint, run_folder, runs, untrusted
-from sd_lightning.storage.new_folder import check_place
+from sd_lightning.storage import checkpoint, runs, untrusted
+from sd_lightning.storage.atomic import check_place
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def preflight(spec: RunSpec) -> RunSpec:
     if spec["overwrite"] and resume is not None:
         raise UsageError(f"got overwrite=true and resume={resume}; give one of the two")
     if spec.starts_from_lightning:
-        runs.check_lightning_checkpoint(init_from)
+        checkpoint.check_lightning_checkpoint(init_from)
     elif init_from is not None and not is_own:
         spec = spec.with_settings({"model.pretrained": str(runs.find_pipeline(init_from, who="init_from"))})
     run_dir = spec.output_dir
@@ -142,7 +142,7 @@ def is_resumed(spec: RunSpec) -> bool:
     """Return whether there is a run to resume; its first checkpoint is written after all processes have joined."""
     if spec["resume"] != "auto":
         return spec["resume"] is not None
-    return run_folder.is_run(spec.output_dir) and bool(checkpoint.all_checkpoints(spec["output_dir"]))
+    return runs.is_run(spec.output_dir) and bool(checkpoint.all_checkpoints(spec["output_dir"]))
 
 
 def adopt_engine_file(spec: RunSpec) -> RunSpec:

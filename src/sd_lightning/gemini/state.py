@@ -122,20 +122,17 @@ class ChunkedState(ShardedState):
             update.store(kind, part, values)
 
     @override
-    @torch.no_grad()
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        self._check_not_swapped("swap_in")
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        self._engine.access.close()
         self._settle()
         for chunk in self._trained_chunks():
             chunk.master.swap_in(weights)
         self._engine.is_swapped = True
+        return True
 
     @override
-    @torch.no_grad()
-    def swap_out(self) -> None:
+    def _restore(self, trained: bool) -> None:
         self._engine.access.close()
-        if not self._engine.is_swapped:
-            raise RuntimeError("swap_out called without swap_in")
         self._settle()
         for chunk in self._trained_chunks():
             chunk.master.swap_out()

@@ -50,7 +50,6 @@ class ReplicatedState(TrainingState):
         self._optimizers = list(optimizers)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._rank = rank
-        self._trained: dict[str, Tensor] | None = None
         for optimizer in self._optimizers:
             # bitsandbytes replaces other weights by contiguous copies, so all views of them would go stale.
             if is_eight_bit(optimizer) and not all(p.is_contiguous() for p in self._parameters.values()):
@@ -108,26 +107,22 @@ class ReplicatedState(TrainingState):
                         optimizer.state[parameter] = self._load_states(group, parameter, name, saved[name], read)
 
     @override
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
         """Point the parameters at other weights, without a copy if dtype and device agree."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
-        self._trained = {}
+        trained = {}
         for name, parameter in self._parameters.items():
             other = weights[name, 0]
             if (other.dtype, other.device) != (parameter.dtype, parameter.device):
                 other = torch.empty_like(parameter).copy_(other)
-            self._trained[name] = parameter.data
+            trained[name] = parameter.data
             parameter.data = other
+        return trained
 
     @override
-    def swap_out(self) -> None:
+    def _restore(self, trained: dict[str, Tensor]) -> None:
         """Point the parameters back at the trained weights."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
         for name, parameter in self._parameters.items():
-            parameter.data = self._trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
-        self._trained = None
+            parameter.data = trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
 
     @override
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:

@@ -121,11 +121,29 @@ Read = Callable[[str, str, Tensor, int, int], None]
 class SwappableWeights(Protocol):
     """The trained weights of a module, which others can take the place of."""
 
+    _trained: Any = None
+    """What :meth:`_exchange` returned, while other weights are swapped in."""
+
+    @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
+        if self._trained is not None:
+            raise RuntimeError("swap_in called twice without swap_out")
+        self._trained = self._exchange(weights)
 
+    @torch.no_grad()
     def swap_out(self) -> None:
         """Restore the trained weights, bit for bit."""
+        if self._trained is None:
+            raise RuntimeError("swap_out called without swap_in")
+        self._restore(self._trained)
+        self._trained = None
+
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> Any:
+        """Put other weights in place of the trained ones, and return what :meth:`_restore` needs; not None."""
+
+    def _restore(self, trained: Any) -> None:
+        """Put the trained weights back."""
 
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Return whether the module still computes with these weights, as after :meth:`swap_in`."""

@@ -337,27 +337,20 @@ class WholeWeightsState(SwappableWeights):
         self._module = module
         self._owned = set(owned)
         self._world_size = rank_and_world_size()[1]
-        self._trained: dict[tuple[str, int], Tensor] | None = None
 
-    @torch.no_grad()
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Put other weights into the module until :meth:`swap_out`; a collective call."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+        """Put other weights into the module; a collective call."""
         ours = {key: tensor for key, tensor in weights.items() if key in self._owned}
-        self._trained = {
+        trained = {
             (name, begin): self._flat(name)[begin : begin + tensor.numel()].clone()
             for (name, begin), tensor in ours.items()
         }
         self._fill(ours)
+        return trained
 
-    @torch.no_grad()
-    def swap_out(self) -> None:
+    def _restore(self, trained: dict[tuple[str, int], Tensor]) -> None:
         """Put the trained weights back; a collective call."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
-        self._fill(self._trained)
-        self._trained = None
+        self._fill(trained)
 
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Return whether the module still holds these weights as :meth:`swap_in` wrote them; a collective call."""

@@ -21,8 +21,8 @@ from sd_lightning.callbacks.guards import REMEDY, BadSteps, ReportsLoss, bad_ste
 from sd_lightning.callbacks.steps import StepCallback, paused
 from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
-from sd_lightning.storage.new_folder import check_place
-from sd_lightning.storage.run_folder import RunFolder
+from sd_lightning.storage.atomic import check_place
+from sd_lightning.storage.runs import RunFolder
 from sd_lightning.strategies import training_state
 
 log = logging.getLogger(__name__)

@@ -104,9 +104,9 @@ def check_can_resume(module: pl.LightningModule, datamodule: object) -> Resumabl
         )
     if isinstance(datamodule, ResumableData):
         return datamodule
-    given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+    kind = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
     raise UsageError(
-        f"PortableCheckpoint got {given}; expected an SDDataModule, or other ResumableData, whose sampler says where a "
+        f"PortableCheckpoint got {kind}; expected an SDDataModule, or other ResumableData, whose sampler says where a "
         "run stands and goes on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
     )
 

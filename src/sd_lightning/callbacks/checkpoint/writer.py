@@ -27,7 +27,7 @@ from sd_lightning.data.contract import CountedData
 from sd_lightning.state.ranks import failing_together, of_all_ranks, on_rank_zero
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
 from sd_lightning.storage import atomic, checkpoint, typed_json
-from sd_lightning.storage.run_folder import MARK, RunFolder
+from sd_lightning.storage.runs import MARK, RunFolder
 from sd_lightning.storage.tensor_store import merge_index, write_shards
 from sd_lightning.strategies import training_state
 
@@ -220,15 +220,15 @@ def check_finite(trainer: pl.Trainer, run_dir: Path, not_finite: list[str]) -> N
 
 def _ranges(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]) -> list[TensorRange]:
     """Return the ranges that this rank writes; reading adds names of non-finite ones to ``not_finite``."""
-    found = []
+    ranges = []
     for shard in shards:
         if shard.writes:
             averages = {} if ema is None else {"ema": ema.shadow[shard.key]}
-            found += [
+            ranges += [
                 watched(each, not_finite) if each.name.startswith(("master/", "ema/")) else each
                 for each in shard.ranges(**averages)
             ]
-    return found
+    return ranges
 
 
 def watched(each: TensorRange, not_finite: list[str]) -> TensorRange:

@@ -305,15 +305,14 @@ class ColossalAIState(FlatOptimizerState):
                 self.optimizer.optim.state[slices[parameter]] = _moments(saved[name], name, master, begin, end, read)
         self.engine.refresh()
 
-    @torch.no_grad()
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Compute with other weights; the float32 masters do not change."""
         for name, parameter, _, begin, _ in self._ranges():
             self.engine.compute_range(parameter).copy_(weights[name, begin])
         self.engine.written()
+        return True
 
-    @torch.no_grad()
-    def swap_out(self) -> None:
+    def _restore(self, trained: bool) -> None:
         """Compute with the trained weights again: the masters, rounded as after a step."""
         self.engine.refresh()
 

@@ -279,7 +279,7 @@ class Zero12State(DeepSpeedState):
     def _end_refresh(self) -> None:
         self.zero.update_lp_params()
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Write other weights into this rank's range of the compute weights, and all-gather them."""
         flats, groups = self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group
         ours = [partitions[dist.get_rank(group=group)] for partitions, group in zip(flats, groups, strict=True)]
@@ -287,8 +287,9 @@ class Zero12State(DeepSpeedState):
             fragment.of(ours[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
         for partitions, own, group in zip(flats, ours, groups, strict=True):
             dist.all_gather(partitions, own.clone(), group=group)
+        return True
 
-    def swap_out(self) -> None:
+    def _restore(self, trained: bool) -> None:
         """Restore the trained compute weights: the float32 partitions, rounded as after a step."""
         self.zero.update_lp_params()
 
@@ -297,7 +298,6 @@ class Zero3State(DeepSpeedState):
     """Training state of ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
 
     overflow_switches = ("_overflow_check_and_loss_scale_update",)
-    _trained: list[Tensor | None] | None = None
 
     @override
     def _fragments(self) -> list[Fragment]:
@@ -347,31 +347,25 @@ class Zero3State(DeepSpeedState):
         if persistent:
             persistent[0].all_gather(persistent)
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> list[Tensor | None]:
         """Write other weights into this rank's partitions of the compute weights."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
         self._begin_refresh()
         compute = self.zero.fp16_partitioned_groups_flat
         # In float32 training the compute weights may be the masters themselves; otherwise the masters restore them.
-        self._trained = [
+        trained = [
             flat.detach().clone() if master.data_ptr() == flat.data_ptr() else None
             for flat, master in zip(compute, self._flats(), strict=True)
         ]
         for fragment in self.fragments:
             fragment.of(compute[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
         self._end_refresh()
+        return trained
 
-    def swap_out(self) -> None:
+    def _restore(self, trained: list[Tensor | None]) -> None:
         """Restore the trained compute weights, rounded as after a step."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
         self._begin_refresh()
-        for group, (flat, trained) in enumerate(
-            zip(self.zero.fp16_partitioned_groups_flat, self._trained, strict=True)
-        ):
-            flat.data.copy_(self._master_flat(group) if trained is None else trained)
-        self._trained = None
+        for group, (flat, kept) in enumerate(zip(self.zero.fp16_partitioned_groups_flat, trained, strict=True)):
+            flat.data.copy_(self._master_flat(group) if kept is None else kept)
         self._end_refresh()
 
     def _master_flat(self, group: int) -> Tensor:

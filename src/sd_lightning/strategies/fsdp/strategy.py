@@ -311,24 +311,20 @@ class DTensorState(ShardedState, ReplicatedState):
         )
 
     @override
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
         self._reshard()
-        self._trained = {}
+        trained = {}
         for name, parameter in self._parameters.items():
             local = self._local(parameter)
-            self._trained[name] = local.clone()
+            trained[name] = local.clone()
             local.copy_(weights[name, self._range(parameter)[0]])
+        return trained
 
     @override
-    def swap_out(self) -> None:
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
+    def _restore(self, trained: dict[str, Tensor]) -> None:
         self._reshard()
         for name, parameter in self._parameters.items():
-            self._local(parameter).copy_(self._trained[name])
-        self._trained = None
+            self._local(parameter).copy_(trained[name])
 
     def _reshard(self) -> None:
         """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""

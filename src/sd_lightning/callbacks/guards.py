@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import lightning_loops
-from sd_lightning.callbacks.steps import Lagged, StepCallback
+from sd_lightning.callbacks.steps import Lagged, StepCallback, callbacks_of
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies import engine_of
 
@@ -86,7 +86,7 @@ class StopOnSignal(StepCallback):
 
 def stopped_by_signal(trainer: pl.Trainer) -> bool:
     """Return whether a signal stopped the fit. After other stops, such as EarlyStopping, the run is complete."""
-    return any(isinstance(c, StopOnSignal) and c.stopped for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(each.stopped for each in callbacks_of(trainer, StopOnSignal))
 
 
 @runtime_checkable
@@ -207,7 +207,7 @@ def bad_steps(trainer: pl.Trainer, *, latest: bool) -> BadSteps:
     Raises:
         UsageError: A guard stops the run.
     """
-    guards = [c for c in trainer.callbacks if isinstance(c, NonFiniteLossGuard)]  # type: ignore[attr-defined]
+    guards = callbacks_of(trainer, NonFiniteLossGuard)
     if latest:
         for guard in guards:
             guard.catch_up(trainer)

@@ -124,7 +124,7 @@ class ObjectStore(Location):
 
         def request(file_system: Any, path: str) -> bytes:
             try:
-                data = file_system.cat_file(path, **limits)
+                data: bytes = file_system.cat_file(path, **limits)
             except Exception as error:
                 if limits and self.connection.provider.is_beyond_end(error):
                     data = b""
@@ -142,7 +142,7 @@ class ObjectStore(Location):
     def size(self, name: str) -> int | None:
         def request(file_system: Any, path: str) -> int | None:
             info = file_system.info(path)
-            return info["size"] if info["type"] == "file" else None
+            return int(info["size"]) if info["type"] == "file" else None
 
         try:
             return self._call("look for", name, request)

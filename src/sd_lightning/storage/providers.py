@@ -109,7 +109,8 @@ class S3Files:
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         span = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         try:
-            return self.client.get_object(**_where(path), **span)["Body"].read()
+            data: bytes = self.client.get_object(**_where(path), **span)["Body"].read()
+            return data
         except self.client.exceptions.NoSuchKey as error:
             raise FileNotFoundError(path) from error
 
@@ -186,7 +187,8 @@ class S3(Provider):
         return {"Metadata": {_WRITER: writer}}
 
     def writer(self, file_system: Any, path: str) -> str | None:
-        return file_system.info(path)["metadata"].get(_WRITER)
+        writer: str | None = file_system.info(path)["metadata"].get(_WRITER)
+        return writer
 
     def overwrites(self, file_system: Any, path: str) -> bool:
         try:
@@ -250,7 +252,8 @@ class GoogleStorage(Provider):
         return {"metadata": {_WRITER: writer}}
 
     def writer(self, file_system: Any, path: str) -> str | None:
-        return file_system.info(path).get("metadata", {}).get(_WRITER)
+        writer: str | None = file_system.info(path).get("metadata", {}).get(_WRITER)
+        return writer
 
     def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         code = getattr(error, "code", None) if _root(error) == "gcsfs" else None

@@ -314,8 +314,8 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     newest = checkpoint.newest_valid(root)
     if newest is None or not (newest / "pipeline").is_dir():  # a module of one's own may have no pipeline
         raise UsageError(
-            f"{who}={path}: neither a finished pipeline nor a valid checkpoint with one in it; expected a run, a checkpoint or "
-            "a folder with model_index.json"
+            f"{who}={path}: neither a finished pipeline nor a valid checkpoint with one in it; expected a run, a "
+            "checkpoint or a folder with model_index.json"
         )
     return newest / "pipeline"
 

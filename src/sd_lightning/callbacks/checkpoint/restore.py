@@ -28,6 +28,7 @@ from sd_lightning.callbacks.checkpoint.optimizer_change import adopt_settings, k
 from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule, check_same_parts
 from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.callbacks.ema import ema_of
+from sd_lightning.callbacks.steps import callbacks_of
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change
 from sd_lightning.data.order import check_version
@@ -273,7 +274,7 @@ def _loading(part: object, path: Path) -> Iterator[None]:
 
 
 def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> None:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer, pl.Callback)
     for callback in callbacks:
         if callback.state_key in saved:
             with _loading(callback, path):

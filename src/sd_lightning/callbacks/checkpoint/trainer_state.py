@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.optimizer_change import GROUP_RATES, STATE_RATES
 from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule, trained_parts
+from sd_lightning.callbacks.steps import callbacks_of
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.state.shards import OptimizerGroups
@@ -135,8 +136,7 @@ class RunRecord:
 
 def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the non-empty states of the trainer's callbacks."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return {c.state_key: state for c in callbacks if (state := c.state_dict())}
+    return {each.state_key: state for each in callbacks_of(trainer, pl.Callback) if (state := each.state_dict())}
 
 
 def buffers_of(module: pl.LightningModule) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import small_training as small
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA
 from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule
+from sd_lightning.callbacks.checkpoint.restore import load_weights
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.data.order import EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler
@@ -123,6 +124,8 @@ def test_a_killed_run_goes_on_under_another_strategy_with_the_same_losses(
     assert resume == checkpoint_path(run, LEFT_AT)
     assert sorted(os.listdir(resume)) == ["manifest.json", "state", "trainer.json"] and not verify(resume)
     assert sorted(os.listdir(run)) == [".sd_lightning", "checkpoints"]
+    with pytest.raises(UsageError, match="neither a finished pipeline nor a valid checkpoint with one in it"):
+        runs.find_pipeline(run, who="run")
     losses, module = train(run, second, STEPS, resume=resume)
     assert losses.keys() == set(range(LEFT_AT + 1, STEPS + 1))
     assert all(math.isclose(loss, straight[step], rel_tol=1e-6) for step, loss in losses.items())
@@ -143,6 +146,15 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     losses, _ = train(tmp_path / "run", "ddp", STEPS, resume=checkpoint_path(tmp_path / "run", LEFT_AT))
     assert losses == {step: straight[step] for step in losses}
     small.assert_bitwise_equal(checkpoint_path(tmp_path / "run", STEPS), checkpoint_path(tmp_path / "straight", STEPS))
+
+
+def test_evaluation_takes_the_average_and_the_buffers(tmp_path: Path) -> None:
+    train(tmp_path, "single", LEFT_AT)
+    path, module = checkpoint_path(tmp_path, LEFT_AT), Regression()
+    load_weights(path, module)
+    stored = small.stored(path)
+    assert all(torch.equal(value, stored[f"ema/{name}"]) for name, value in module.named_parameters())
+    assert all(torch.equal(value, stored[f"buffer/{name}"]) for name, value in module.named_buffers())
 
 
 def test_a_module_says_by_its_members_whether_it_has_a_pipeline() -> None:

@@ -91,28 +91,30 @@ def saving(run_dir: str | os.PathLike[str], step: int, *, known: Mapping[str, st
     Raises:
         UsageError: The disk is full; the message names the last good checkpoint.
     """
+    with naming_full_disk(run_dir, step), atomic.new_folder(checkpoint_path(run_dir, step)) as tmp:
+        yield tmp
+        _write_manifest(tmp, known or {})
+
+
+@contextmanager
+def naming_full_disk(run_dir: str | os.PathLike[str], step: int) -> Iterator[None]:
+    """Name the last good checkpoint of a run if the block, a part of saving, fails for lack of space.
+
+    Raises:
+        UsageError: It does. Other errors are raised as they are.
+    """
     try:
-        with atomic.new_folder(checkpoint_path(run_dir, step)) as tmp:
-            yield tmp
-            _write_manifest(tmp, known or {})
-    except BaseException as error:
-        full = disk_full(error, run_dir, step)
-        if full is not None:
-            raise full from error
-        raise
-
-
-def disk_full(error: BaseException, run_dir: str | os.PathLike[str], step: int) -> UsageError | None:
-    """Return the ``UsageError`` for a saving error that means "no space"; None for any other error."""
-    reason = atomic.no_space(error)
-    if reason is None:
-        return None
-    good = next((path for path in reversed(all_checkpoints(run_dir)) if not verify(path, hash_up_to=0)), None)
-    return UsageError(
-        f"Saving the checkpoint of step {step} in {run_dir} failed: {reason} ({error}). "
-        f"{f'The last good checkpoint is {good}' if good else 'There is no earlier checkpoint'}; "
-        "free space or keep fewer checkpoints, then start again with resume=auto."
-    )
+        yield
+    except Exception as error:
+        reason = atomic.no_space(error)
+        if reason is None:
+            raise
+        good = next((path for path in reversed(all_checkpoints(run_dir)) if not verify(path, hash_up_to=0)), None)
+        raise UsageError(
+            f"Saving the checkpoint of step {step} in {run_dir} failed: {reason} ({error}). "
+            f"{f'The last good checkpoint is {good}' if good else 'There is no earlier checkpoint'}; "
+            "free space or keep fewer checkpoints, then start again with resume=auto."
+        ) from error
 
 
 def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -177,20 +178,10 @@ def write_frozen_weights(run_dir: Path, module: PipelineModule) -> None:
         deferred = module.latent_diffusion.deferred.get(name)
         path = frozen_weights_file(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with atomic.new_file(path) as part:
-                streamed = {
-                    key: deferred.streamed(key)
-                    if weight.is_meta and deferred is not None
-                    else StreamedTensor.of(weight)
-                    for key, weight in frozen.items()
-                }
-                write_streamed(part, streamed, dtype=torch.float32)
-        except Exception as error:
-            raise checkpoint.disk_full(error, run_dir, 0) or error from error
-        finally:
-            if deferred is not None:
-                deferred.close()
+        closed: AbstractContextManager[object] = nullcontext() if deferred is None else closing(deferred)
+        with closed, checkpoint.naming_full_disk(run_dir, 0), atomic.new_file(path) as part:
+            tensors = {key: _frozen_tensor(key, weight, deferred) for key, weight in frozen.items()}
+            write_streamed(part, tensors, dtype=torch.float32)
 
 
 def _frozen_tensor(key: str, weight: Tensor, deferred: DeferredWeights | None) -> StreamedTensor:
@@ -199,11 +190,8 @@ def _frozen_tensor(key: str, weight: Tensor, deferred: DeferredWeights | None) -
 
 def write_frozen_parts(run_dir: Path, module: PipelineModule) -> None:
     """Save the pipeline without the trained networks' weights; all checkpoints of the run share it."""
-    try:
-        with atomic.new_folder(run_dir / "frozen") as tmp:
-            module.latent_diffusion.save_pretrained(tmp, skip=tuple(module.trained_networks()))
-    except Exception as error:
-        raise checkpoint.disk_full(error, run_dir, 0) or error from error
+    with checkpoint.naming_full_disk(run_dir, 0), atomic.new_folder(run_dir / "frozen") as tmp:
+        module.latent_diffusion.save_pretrained(tmp, skip=tuple(module.trained_networks()))
 
 
 def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged: bool) -> dict[str, str]:

@@ -183,11 +183,8 @@ def _saving_together(trainer: pl.Trainer, run_dir: Path, known: dict[str, str]) 
 @contextmanager
 def _saving_step(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
     """Raise on all ranks if the block, a part of saving, fails on any, and name a full disk; a collective call."""
-    with failing_together():
-        try:
-            yield
-        except Exception as error:
-            raise checkpoint.disk_full(error, run_dir, trainer.global_step) or error from error
+    with failing_together(), checkpoint.naming_full_disk(run_dir, trainer.global_step):
+        yield
 
 
 def replace_callbacks(trainer: pl.Trainer, run_dir: Path, newest: Path, callbacks: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from sd_lightning.data.store.files import Sample, SampleRows, name_of
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, Recipe, SampleEntry
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.storage.file_cache import FileCache
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 from timing import interleaved, ratios
 
 BARS = {"ratio": ">= 0.8"}

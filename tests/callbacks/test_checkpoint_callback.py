@@ -23,7 +23,7 @@ import small_training as small
 from places import SUPPORT
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.storage import run_folder, runs, typed_json
+from sd_lightning.storage import runs, typed_json
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, verify
 
 Run = Callable[..., CompletedProcess[str]]
@@ -231,7 +231,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     for name in (".tmp-step-00000007-00ff00ff", ".trash-step-00000001-00ff00ff"):
         (tmp_path / "checkpoints" / name / "state").mkdir(parents=True)
     (tmp_path / ".tmp-frozen").mkdir()
-    run_folder.mark(tmp_path)
+    runs.mark(tmp_path)
     small.fit(small.module(), small.data(), 1, PortableCheckpoint(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [".sd_lightning", "checkpoints", "frozen"]
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]

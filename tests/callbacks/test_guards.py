@@ -23,10 +23,11 @@ from torch import Tensor
 import small_training as small
 from places import SUPPORT
 from sd_lightning import SDLightningModule, UsageError
-from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal, guards
-from sd_lightning.callbacks.checkpoint import opening, writer
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
+from sd_lightning.callbacks.checkpoint import writer
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.state.shards import TensorRange, tensor_of
+from sd_lightning.storage import runs
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, step_of
 
 Run = Callable[..., CompletedProcess[str]]
@@ -57,12 +58,6 @@ def _handlers_are_given_back() -> Any:
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before
-
-
-def test_lightning_has_what_callbacks_replace() -> None:
-    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    assert guards._SIGTERM_BROADCAST in vars(type(trainer.fit_loop.epoch_loop)), "no longer asks before every batch"
-    assert vars(trainer._signal_connector)["received_sigterm"] is trainer.received_sigterm is False
 
 
 @SIGNALS
@@ -320,9 +315,9 @@ def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
 def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has written ``frozen/``; that it is not there stands for a disk of this machine's own."""
-    monkeypatch.setattr(opening, "_NFS_SECONDS", 0.0)
-    monkeypatch.setattr(opening, "write_frozen", lambda *_: None)
+    """Rank 0 has marked the folder; that no mark is there stands for a disk of this machine's own."""
+    monkeypatch.setattr(writer, "_NFS_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "take_folder", lambda *_: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     module, weights = small.module(), Weights()
     with pytest.raises(UsageError) as caught:
@@ -335,16 +330,16 @@ def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
 
 
 def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, slept = tmp_path / "run", []
+    run, slept = tmp_path, []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            (run / "frozen").mkdir(parents=True)
+            runs.mark(run)
 
-    monkeypatch.setattr(opening.time, "sleep", sleep)
+    monkeypatch.setattr(writer.time, "sleep", sleep)
     trainer = SimpleNamespace(global_rank=5)
-    opening.check_shared(trainer, run)  # type: ignore[arg-type]
+    writer.check_shared(trainer, run)  # type: ignore[arg-type]
     assert len(slept) == 3
 
 

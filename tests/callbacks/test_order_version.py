@@ -27,5 +27,5 @@ def test_a_checkpoint_of_another_order_is_refused(
 
 def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trainer.json").write_text('{"format": 3}')
-    with pytest.raises(UsageError, match="checkpoint format 3; expected 1 or 2; update sd-lightning"):
+    with pytest.raises(UsageError, match="checkpoint format 3; expected 2; update sd-lightning"):
         trainer_state.read_trainer_state(tmp_path)

@@ -22,7 +22,7 @@ from sd_lightning.data.store.layout import LATENTS, LatentStore, Recipe, network
 from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 from small_store import (
     MeanEncoder,
     expected,

@@ -21,9 +21,9 @@ from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store.files import BLANK, sealed
 from sd_lightning.data.store.layout import LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
-from sd_lightning.storage import local_folder
-from sd_lightning.storage.local_folder import LocalFolder
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage import location
+from sd_lightning.storage.location import LocalFolder
+from sd_lightning.storage.object_store import open_location
 from small_store import Ran, expected, held, reader, recipe, same, update, write_picture, write_pictures
 
 SPLITS = ("train", "val")
@@ -396,7 +396,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(
     kind: str, nth: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update(tmp_path / "undisturbed", ImageFolder(photos), portion=4)
-    write: Callable[..., None] = local_folder._write
+    write: Callable[..., None] = location._write
     count = [0]
 
     def full(path: Path, data: bytes | Path) -> None:
@@ -407,7 +407,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_folder, "_write", full)
+        patch.setattr(location, "_write", full)
         if count_of(kind) >= nth:
             refusal(lambda: update(tmp_path / "store", ImageFolder(photos), portion=4), "disk is full", "free space")
             assert not list((tmp_path / "store").rglob("*tmp*")) and not list((tmp_path / "store").rglob("job.json"))
@@ -452,5 +452,5 @@ def test_a_read_only_folder_is_refused(photos: Path, tmp_path: Path, monkeypatch
     def denied(path: Path, data: bytes | Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(local_folder, "_write", denied)  # root may write anywhere
+    monkeypatch.setattr(location, "_write", denied)  # root may write anywhere
     refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), "cannot write", "change its permissions")

@@ -17,7 +17,7 @@ from PIL import Image
 from refusals import call, contents, refuse, remove_new
 from sd_lightning.apps import dreambooth, export, generate, train
 from sd_lightning.storage import checkpoint
-from sd_lightning.storage.run_folder import RunFolder
+from sd_lightning.storage.runs import RunFolder
 
 TABLE = """
 # keys

@@ -1,6 +1,5 @@
 """A resumed run ends with the bits of one that was never interrupted: weights, moments, average, position."""
 
-import copy
 import csv
 import json
 import logging
@@ -28,7 +27,7 @@ import small_training as small
 from places import SUPPORT
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition, adopt_settings
+from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path
 from suites import keep
@@ -234,17 +233,6 @@ def test_a_changed_learning_rate_and_weight_decay_apply_from_the_checkpoint_on_a
     assert line.endswith("apply from here: lr 0.001 -> 1e-05, weight_decay 0.01 -> 0.5")
 
 
-def test_a_checkpoint_that_does_not_tell_what_was_configured_keeps_its_settings_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    groups = [[{"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.99), "params": ["a"]}]]
-    saved = {"optimizer_groups": groups, "schedulers": []}
-    before = copy.deepcopy(saved)
-    assert adopt_settings(saved, [[{"lr": 2e-3, "betas": [0.9, 0.99]}]]) == ""
-    assert adopt_settings(saved, [[{"lr": 1e-5, "betas": [0.9, 0.99]}]]) == "lr 0.002 -> 1e-05"
-    assert saved == before
-
-
 @pytest.mark.parametrize("damage", ["altered", pytest.param("truncated", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -398,9 +386,11 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         with checkpoint.saving(name, 1) as tmp:
-            empty: dict[str, Any] = dict.fromkeys(("parameters", "precision", "callbacks"), {})
-            empty["position"] = vars(RunPosition(1, 8, 0, 1, 8, 16, 0))
-            empty |= {"format": 1, "optimizer_groups": [], "schedulers": [], "train_seconds": 0.0}
+            mappings = ("parameters", "precision", "callbacks", "bad_samples", "trained_parts", "frozen")
+            empty: dict[str, Any] = dict.fromkeys(mappings, {})
+            empty |= dict.fromkeys(("optimizers", "optimizer_groups", "configured_groups", "schedulers"), [])
+            empty["position"] = vars(RunPosition(1, 8, 0, 1, 8, 16, 0, order_version=2))
+            empty |= {"format": 2, "train_seconds": 0.0}
             (tmp / "trainer.json").write_text(json.dumps(empty))
     before = sorted(Path().rglob("*"))
     monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])

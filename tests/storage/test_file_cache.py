@@ -13,9 +13,8 @@ import pytest
 from s3_server import S3Server
 from sd_lightning import UsageError
 from sd_lightning.storage.file_cache import FileCache
-from sd_lightning.storage.local_folder import LocalFolder
-from sd_lightning.storage.location import Location
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.location import LocalFolder, Location
+from sd_lightning.storage.object_store import open_location
 
 SIZE = 1000
 

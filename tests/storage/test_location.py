@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from locations import LARGE, PART, SMALL, no_waits, opened, refusal
-from sd_lightning.storage import local_folder
+from sd_lightning.storage import location
 from sd_lightning.storage.location import Entry, Location
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from sd_lightning.storage import object_store
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 object_store.PART_BYTES = 1000
 place = open_location(sys.argv[1], key="store")
 def wait(*_, **__):
@@ -216,7 +216,7 @@ def test_folders_that_cannot_be_listed_are_not_taken_for_empty(tmp_path: Path, m
     def denied(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(local_folder.os, "scandir", denied)
+    monkeypatch.setattr(location.os, "scandir", denied)
     refusal(open_location(tmp_path, key="store").entries, "store=", "cannot list", "Permission denied")
 
 

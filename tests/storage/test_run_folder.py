@@ -15,13 +15,11 @@ from PIL import Image
 
 from sd_lightning import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
-from sd_lightning.callbacks.checkpoint import opening
+from sd_lightning.callbacks.checkpoint import writer
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.storage import checkpoint, run_folder, runs
-from sd_lightning.storage.new_folder import check_new_folder, check_place
-from sd_lightning.storage.run_folder import RunFolder
-
-CONFIG = "\n".join(f"{key}: 1" for key in ("name", *sorted(run_folder._CONFIG_KEYS)))
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.atomic import check_new_folder, check_place
+from sd_lightning.storage.runs import RunFolder
 
 
 def write(root: Path, **files: str) -> None:
@@ -33,20 +31,16 @@ def write(root: Path, **files: str) -> None:
             path.write_text(text)
 
 
-def old_run(root: Path) -> None:
-    """Write what a run of a release without marks left, with its results."""
+def finished_run(root: Path) -> None:
+    """Write what a run leaves, with its results."""
     with checkpoint.saving(root, 240) as tmp:
         (tmp / "trainer.json").write_text("{}")
     write(root, **dict.fromkeys(("frozen/vae/config.json", "pipeline/vae/config.json", "report.html"), "x"))
     write(
         root, **{"pipeline/model_index.json": '{"_class_name": "P", "vae": []}', "logs/csv/version_0/metrics.csv": "x"}
     )
-    write(root, **{"config.yaml": CONFIG, "summary.json": '{"steps": 240}', "samples/step-00000240.png": "x"})
-
-
-def new_run(root: Path) -> None:
-    old_run(root)
-    run_folder.mark(root)
+    write(root, **{"config.yaml": "name: 1", "summary.json": '{"steps": 240}', "samples/step-00000240.png": "x"})
+    runs.mark(root)
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, str]]:
@@ -65,8 +59,8 @@ def open_by_callback(run_dir: Path, *loggers: Any, step: int = 0) -> None:
     trainer: Any = SimpleNamespace(is_global_zero=True, loggers=loggers, strategy=strategy)
     folder = RunFolder(run_dir)
     try:
-        opening.take_folder(trainer, folder)
-        opening.refuse_another_run(trainer, run_dir, goes_on=step > 0)
+        writer.take_folder(trainer, folder)
+        writer.refuse_another_run(trainer, run_dir, goes_on=step > 0)
     finally:
         folder.unlock()
 
@@ -102,11 +96,7 @@ FOREIGN = {
     "another program's checkpoints": {"checkpoints/step-00000010/model.pt": "x"},
     "its own lock": {".lock": "combination: 1234"},
     "a mark that is none": {".sd_lightning": "my notes"},
-    "our config and more": {"config.yaml": CONFIG, "thesis.tex": "x"},
-    "our checkpoint and another config": {
-        "config.yaml": "a: 1",
-        "checkpoints/step-00000010/manifest.json": '{"sha256": "", "files": {}}',
-    },
+    "a checkpoint of ours": {"checkpoints/step-00000010/manifest.json": '{"sha256": "", "files": {}}'},
     "our names alone": {"checkpoints/": "", "frozen/": "", "logs/": ""},
 }
 
@@ -150,7 +140,7 @@ def test_an_empty_folder_becomes_a_runs_and_a_run_killed_early_starts_again(
 ) -> None:
     (tmp_path / "run").mkdir()
     write(tmp_path / "run", **EMPTY[case])
-    assert not run_folder.is_run(tmp_path / "run")
+    assert not runs.is_run(tmp_path / "run")
     WAYS[way](tmp_path / "run")
     assert json.loads((tmp_path / "run/.sd_lightning").read_text())["format"] == 1
     write(tmp_path / "run", **{"config.yaml": "", "frozen/x": "", "checkpoints/.tmp-step-00000001-00ff/x": "", "n": ""})
@@ -162,12 +152,9 @@ def test_an_empty_folder_becomes_a_runs_and_a_run_killed_early_starts_again(
     assert (tmp_path / "run/n").exists() and not (tmp_path / "run/frozen").exists()
 
 
-@pytest.mark.parametrize("make", [old_run, new_run])
-def test_a_run_is_continued_or_overwritten_and_neither_touches_what_others_added(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_run_is_continued_or_overwritten_and_neither_touches_what_others_added(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    make(run_dir)
+    finished_run(run_dir)
     added = ("notes.txt", "samples/best.png", "pipeline/README.md", "pipeline/.git/HEAD", "logs/mine/log", ".tmp-x/y")
     write(run_dir, **dict.fromkeys(added, "mine"))
     before = snapshot(tmp_path)
@@ -185,14 +172,8 @@ def test_a_run_is_continued_or_overwritten_and_neither_touches_what_others_added
     WAYS["new"](run_dir)
 
 
-def test_an_old_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
-    write(tmp_path, **{"config.yaml": CONFIG, "logs/csv/version_0/metrics.csv": "", "frozen/x": "", ".lock": ""})
-    open_by_program(tmp_path)
-    assert run_folder.is_run(tmp_path)
-
-
 def test_results_without_checkpoints_are_not_replaced(tmp_path: Path) -> None:
-    new_run(tmp_path)
+    finished_run(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     before = snapshot(tmp_path)
     with pytest.raises(UsageError, match="holds the results of a run, whose checkpoints are gone; .* overwrite=true"):
@@ -224,13 +205,13 @@ def test_loggers_that_begin_before_the_callback_are_not_others(tmp_path: Path) -
 @pytest.mark.parametrize("way", ["new", "resume", "overwrite"])
 def test_an_input_inside_the_runs_folder_is_refused(way: str, tmp_path: Path) -> None:
     options = {"new": {}, "resume": {"resuming": True}, "overwrite": {"overwrite": True}}[way]
-    new_run(tmp_path / "run")
+    finished_run(tmp_path / "run")
     write(tmp_path / "run", **{"photos/0.png": "x"})
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "linked-run").symlink_to("run")
     (tmp_path / "linked-photos").symlink_to("run/photos")
     (tmp_path / "other").mkdir()
-    run_folder.mark(tmp_path / "other")
+    runs.mark(tmp_path / "other")
     (tmp_path / "other/checkpoints").symlink_to(tmp_path / "checkpoints")
     before, remedies = snapshot(tmp_path), []
     for output, given in (
@@ -254,11 +235,11 @@ def test_a_run_inside_a_folder_of_images_is_fine_and_is_never_data(tmp_path: Pat
         Image.new("RGB", (8, 8)).save(tmp_path / name)
         (tmp_path / name).with_suffix(".txt").write_text("a picture")
     found = ImageFolder(tmp_path)
-    for name, make in (("run", run_folder.mark), ("more/old", old_run)):
+    for name, make in (("run", runs.mark), ("more/finished", finished_run)):
         run_dir = tmp_path / name
         run_dir.mkdir()
         open_by_program(run_dir, data__train_data_dir=tmp_path)
-        (run_dir / run_folder.MARK).unlink()
+        (run_dir / runs.MARK).unlink()
         make(run_dir)
         for folder in ("samples", "pipeline/pictures"):
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
@@ -309,7 +290,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_the_published_pipeline_keeps_what_others_put_there(tmp_path: Path) -> None:
-    old_run(tmp_path)
+    finished_run(tmp_path)
     write(tmp_path / "pipeline", **{"README.md": "card", "assets/a.png": "x", "vae/old.json": "x"})
     new = tmp_path / "checkpoints/step-00000240/pipeline"
     write(new, **{"model_index.json": '{"vae": []}', "vae/config.json": "new"})

@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler, swa_utils
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state, scheduler_state
+from sd_lightning.callbacks.checkpoint.trainer_state import load_scheduler_state, scheduler_state
 from sd_lightning.storage import typed_json
 
 

@@ -9,7 +9,7 @@ import torch
 
 import small_training
 from sd_lightning import LatentDiffusion, UsageError, train
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def call(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_module_takes_the_weights_bit_for_bit(saved: Path) -> None:
     module = small_training.module(LatentDiffusion.build("tiny", seed=1))
     assert not small_training.same(module.state_dict(), state_of(saved / "both.ckpt"))
-    runs.load_lightning_checkpoint(saved / "both.ckpt", module)
+    checkpoint.load_lightning_checkpoint(saved / "both.ckpt", module)
     assert small_training.same(module.state_dict(), state_of(saved / "both.ckpt"))
     # The model around it sees them too: it is what pictures and pipelines are made of.
     unet = {f"unet.{name}": value for name, value in module.latent_diffusion.denoiser.state_dict().items()}
@@ -75,7 +75,7 @@ def test_other_trained_networks_are_named(name: str, train_text_encoder: bool, f
     module = small_training.module(LatentDiffusion.build("tiny", seed=1), train_text_encoder=train_text_encoder)
     before = small_training.weights(module)
     with pytest.raises(UsageError, match=first) as refused:
-        runs.load_lightning_checkpoint(saved / f"{name}.ckpt", module)
+        checkpoint.load_lightning_checkpoint(saved / f"{name}.ckpt", module)
     assert str(refused.value).startswith(f"init_from={saved / name}.ckpt: the checkpoint is of another model; ")
     assert str(refused.value).endswith("Give the model= and module.train_text_encoder of the run that saved it")
     assert small_training.same(small_training.weights(module), before)
@@ -89,7 +89,7 @@ def test_other_shapes_are_named(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"1 of \d+ tensors differ: unet.conv_in.weight: \(32, 9, 3, 3\) in the .*, \(32, 4, 3, 3\) in"
     ):
-        runs.load_lightning_checkpoint(tmp_path / "inpainting.ckpt", module)
+        checkpoint.load_lightning_checkpoint(tmp_path / "inpainting.ckpt", module)
 
 
 class Payload:

@@ -10,7 +10,7 @@ import pytest
 from sd_lightning import UsageError
 from sd_lightning.storage import object_store
 from sd_lightning.storage.location import Location
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 PART = 1000
 """Bytes of a part in these tests; twice of it are uploaded in parts."""

@@ -23,7 +23,7 @@ from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 SIDE = 8
 

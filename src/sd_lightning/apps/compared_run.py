@@ -15,7 +15,7 @@ from typing import Any
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.settings import preset_name
 from sd_lightning.report.metrics import Series, read_metrics, smoothed
-from sd_lightning.storage import run_folder
+from sd_lightning.storage import runs
 from sd_lightning.storage.untrusted import read_json, read_yaml
 
 RATE, PEAK, LOSS = "perf/images_per_second", "perf/peak_memory_gib", "train/loss"
@@ -126,7 +126,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         UsageError: A file is damaged.
     """
     config, summary = _read(folder / "config.yaml", read_yaml), _read(folder / "summary.json", read_json)
-    plan, metrics = _read(folder / run_folder.PLAN, read_json), _metrics(folder)
+    plan, metrics = _read(folder / runs.PLAN, read_json), _metrics(folder)
     rates = _finite(metrics.get(RATE, ()))
     values = [rate for _, rate in rates[1:] or rates if rate > 0]  # the first is of a machine that warms up
     peaks = [peak for _, peak in _finite(metrics.get(PEAK, ())) if peak > 0]
@@ -177,7 +177,7 @@ def _folder(text: str) -> Path:
 
 def _is_run(folder: Path) -> bool:
     has_files = (folder / "config.yaml").is_file() and ((folder / "summary.json").is_file() or _logs(folder) != [])
-    return folder.is_dir() and (has_files or run_folder.is_run(folder))
+    return folder.is_dir() and (has_files or runs.is_run(folder))
 
 
 def _logs(folder: Path) -> list[Path]:

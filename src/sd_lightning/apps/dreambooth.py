@@ -25,7 +25,7 @@ from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_networks
 from sd_lightning.planner.forecast import Forecast, Forecaster
-from sd_lightning.storage.new_folder import check_writable
+from sd_lightning.storage.atomic import check_writable
 from sd_lightning.strategies import engine_of
 
 if TYPE_CHECKING:

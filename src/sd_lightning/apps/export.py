@@ -31,7 +31,7 @@ from sd_lightning.models.families.single_file import layout_of, model_spec, orig
 from sd_lightning.models.pipeline_folder import read_json, weights_file, write_json
 from sd_lightning.quantization.config import read_record
 from sd_lightning.storage import atomic, checkpoint, runs, streamed_tensor
-from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
 
@@ -111,7 +111,7 @@ def run(cfg: DictConfig) -> int:
     write = write_single_file if request.format == "single_file" else write_pipeline
     with ExitStack() as opened:
         model = read_model(source, request, opened)
-        with complete_or_absent(output_dir, given=f"output_dir={request.output_dir}") as folder:
+        with complete_or_absent(output_dir, setting=f"output_dir={request.output_dir}") as folder:
             write(source, model, folder, request)
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
     print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")

@@ -26,7 +26,7 @@ from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import runs
-from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
 from sd_lightning.storage.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def run(cfg: DictConfig) -> int:
     model = _load(request, device)
     request.check(model)
     if save_to is not None:
-        with complete_or_absent(save_to, given=f"save_to={request.save_to}") as folder:
+        with complete_or_absent(save_to, setting=f"save_to={request.save_to}") as folder:
             model.save_pretrained(folder)
         print(f"{request.source} in int8 -> {request.save_to}")
     if only_save:

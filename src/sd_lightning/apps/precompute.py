@@ -28,7 +28,7 @@ from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Reci
 from sd_lightning.data.store.texts import TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.apps.run_spec import AUTO, OF_PRETRAINED, RunSpec, refuse, target_of
 from sd_lightning.storage import checkpoint, runs, untrusted
-from sd_lightning.storage.new_folder import check_place
+from sd_lightning.storage.atomic import check_place
 
 if TYPE_CHECKING:
     import torch
@@ -111,16 +111,17 @@ def _with_start(spec: RunSpec) -> RunSpec:
             "write model.fresh_denoiser=false"
         )
     if spec.starts_from_lightning:
-        runs.check_lightning_checkpoint(init_from)
+        checkpoint.check_lightning_checkpoint(init_from)
     elif init_from is not None and not is_own:
         changes["model.pretrained"] = str(runs.find_pipeline(init_from, who="init_from"))
     continued = None if resume is None else runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
     if continued is None:
         return spec.with_settings(changes)
-    from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
+    from sd_lightning.callbacks.checkpoint.pipeline import check_same_parts
+    from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 
-    state, parts = read_trainer_state(continued), trained_parts(spec.lora, spec.learned_token)
-    check_same_parts(state, parts, continued)  # also when the module is built, after slow work such as class images
+    state = read_trainer_state(continued)
+    check_same_parts(state, spec, continued)  # also when the module is built, after slow work such as class images
     return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
 
 

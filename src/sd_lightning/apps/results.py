@@ -14,7 +14,7 @@ import torch
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import new_file
-from sd_lightning.storage.run_folder import PLAN
+from sd_lightning.storage.runs import PLAN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sd_lightning.apps.run_spec import RunSpec
     from sd_lightning.callbacks import PortableCheckpoint
     from sd_lightning.data.datamodule import SDDataModule
-    from sd_lightning.storage.run_folder import RunFolder
+    from sd_lightning.storage.runs import RunFolder
     from sd_lightning.training.module import SDLightningModule
 
 CallbackT = TypeVar("CallbackT", bound="pl.Callback")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import runs
+from sd_lightning.storage import checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -233,7 +233,7 @@ class RunSpec:
     @property
     def starts_from_lightning(self) -> bool:
         """Whether ``init_from`` is a checkpoint of Lightning."""
-        return str(self.get("init_from") or "").endswith(runs.LIGHTNING_SUFFIX)
+        return str(self.get("init_from") or "").endswith(checkpoint.LIGHTNING_SUFFIX)
 
     @property
     def averages_by_lightning(self) -> bool:

@@ -11,7 +11,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.store.layout import LatentStore, recipes
 from sd_lightning.data.store.texts import TEXTS, missing_texts, text_kinds
 from sd_lightning.data.store.upkeep import NO_OTHER_LIST, Pruning, broken_files, missing_files
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 
 def prune(store: str, *, dry_run: bool, drop_texts: str | None = None) -> int:

@@ -20,7 +20,7 @@ from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import new_file
-from sd_lightning.storage.run_folder import PLAN
+from sd_lightning.storage.runs import PLAN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -120,7 +120,7 @@ def build_module(spec: RunSpec) -> SDLightningModule:
     deferred = ("denoiser", "text_encoders") if trains_texts else ("denoiser",)
     module = wrap(spec, spec.load_model(deferred=deferred))
     if spec.starts_from_lightning:
-        runs.load_lightning_checkpoint(spec["init_from"], module)
+        checkpoint.load_lightning_checkpoint(spec["init_from"], module)
     spec.speed.apply_(module.trained_networks(), None if spec.recomputation is None else spec.recomputation.kept)
     return module
 

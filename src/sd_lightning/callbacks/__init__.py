@@ -2,11 +2,10 @@
 
 from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
 from sd_lightning.callbacks.ema import EMA
-from sd_lightning.callbacks.engine_memory import EngineMemory
 from sd_lightning.callbacks.guards import NonFiniteLossGuard, StopOnSignal
 from sd_lightning.callbacks.progress import TrainingProgress
 from sd_lightning.callbacks.samples import SampleGrid
-from sd_lightning.callbacks.throughput import Throughput
+from sd_lightning.callbacks.throughput import EngineMemory, Throughput
 
 __all__ = [
     "EMA",

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.callbacks.steps import StepCallback, callbacks_of
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.state.averaging import Averaging
 from sd_lightning.state.host import host_memory
@@ -259,7 +259,7 @@ class EMA(StepCallback, TakesMemory):
 
 def ema_of(trainer: pl.Trainer) -> EMA | None:
     """Return the trainer's EMA callback, if it has one."""
-    return next((c for c in trainer.callbacks if isinstance(c, EMA)), None)  # type: ignore[attr-defined]
+    return next(iter(callbacks_of(trainer, EMA)), None)
 
 
 def inference_weights(trainer: pl.Trainer) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.steps import Lagged, StepCallback
+from sd_lightning.callbacks import lightning_loops
+from sd_lightning.callbacks.steps import Lagged, StepCallback, callbacks_of
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies import engine_of
 
@@ -47,7 +48,7 @@ class StopOnSignal(StepCallback):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
-        if _take_over_sigterm(trainer):
+        if lightning_loops.take_over_sigterm(trainer):
             self.received = signal.SIGTERM
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -77,35 +78,15 @@ class StopOnSignal(StepCallback):
         self._restore(trainer)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        vars(trainer.fit_loop.epoch_loop).pop(_SIGTERM_BROADCAST, None)
+        lightning_loops.give_back_sigterm(trainer)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
 
-_SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
-"""Method of Lightning's loop: before every batch it asks all processes for its own signal, and waits for the devices.
-
-The only private parts of Lightning that callbacks use are here; ``test_lightning_has_what_callbacks_replace`` fails
-when a release changes them.
-"""
-
-
-def _take_over_sigterm(trainer: pl.Trainer) -> bool:
-    """Leave a fit's signals to :class:`StopOnSignal`; return whether one has come during the data's preparation."""
-    vars(trainer.fit_loop.epoch_loop)[_SIGTERM_BROADCAST] = _no_broadcast
-    has_come = trainer.received_sigterm  # Lightning would exit without a checkpoint
-    trainer._signal_connector.received_sigterm = False
-    return has_come
-
-
-def _no_broadcast() -> None:
-    pass
-
-
 def stopped_by_signal(trainer: pl.Trainer) -> bool:
     """Return whether a signal stopped the fit. After other stops, such as EarlyStopping, the run is complete."""
-    return any(isinstance(c, StopOnSignal) and c.stopped for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(each.stopped for each in callbacks_of(trainer, StopOnSignal))
 
 
 @runtime_checkable
@@ -226,7 +207,7 @@ def bad_steps(trainer: pl.Trainer, *, latest: bool) -> BadSteps:
     Raises:
         UsageError: A guard stops the run.
     """
-    guards = [c for c in trainer.callbacks if isinstance(c, NonFiniteLossGuard)]  # type: ignore[attr-defined]
+    guards = callbacks_of(trainer, NonFiniteLossGuard)
     if latest:
         for guard in guards:
             guard.catch_up(trainer)

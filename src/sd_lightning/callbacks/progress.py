@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from sd_lightning._console import start_bar
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.steps import Lagged, PauseListener
+from sd_lightning.callbacks.steps import Lagged, PauseListener, callbacks_of
 from sd_lightning.callbacks.throughput import Throughput
 from sd_lightning.data.contract import TunableData
 
@@ -144,7 +144,8 @@ class TrainingProgress(ProgressBar, PauseListener):
             # Validation, sampling and saving recur, so the estimate includes their time.
             times.insert(0, f"left {clock_time((total - trainer.global_step) * seconds)}")
         # Most important first: a narrow terminal cuts the end.
-        parts = [*loss, *_speed(trainer, seconds), *_long_data_wait(trainer), *times, *others]
+        measured = next(iter(callbacks_of(trainer, Throughput)), None)
+        parts = [*loss, *_speed(measured, seconds), *_long_data_wait(trainer, measured), *times, *others]
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=trainer.global_step, text="  ".join(parts))
         else:
@@ -186,24 +187,18 @@ def _loss(outputs: Any) -> torch.Tensor | None:
     return loss.detach() if isinstance(loss, torch.Tensor) else None
 
 
-def _speed(trainer: Trainer, seconds_per_step: float | None) -> list[str]:
-    measured = _throughput(trainer)
+def _speed(measured: Throughput | None, seconds_per_step: float | None) -> list[str]:
     if measured is not None and measured.images_per_second is not None:
         return [f"{_three_digits(measured.images_per_second)} img/s"]
     return [] if seconds_per_step is None else [f"{_three_digits(1 / seconds_per_step)} steps/s"]
 
 
-def _long_data_wait(trainer: Trainer) -> list[str]:
-    measured = _throughput(trainer)
+def _long_data_wait(trainer: Trainer, measured: Throughput | None) -> list[str]:
     if measured is None or measured.data_wait is None or measured.data_wait <= _LONG_DATA_WAIT:
         return []
     data = trainer.datamodule  # type: ignore[attr-defined]
     remedy = data.faster() if isinstance(data, TunableData) else None
     return [f"data wait {measured.data_wait:.0%}" + (f" ({remedy})" if remedy else "")]
-
-
-def _throughput(trainer: Trainer) -> Throughput | None:
-    return next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]
 
 
 def _three_digits(value: float) -> str:

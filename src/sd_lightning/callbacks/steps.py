@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+
+C = TypeVar("C", bound=Callback)
+
+
+def callbacks_of(trainer: Trainer, kind: type[C]) -> list[C]:
+    """Return the trainer's callbacks of a class."""
+    return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
 
 
 class StepCallback(Callback):
@@ -94,8 +101,7 @@ def paused(trainer: Trainer, activity: str) -> Iterator[None]:
         trainer: The trainer whose callbacks listen.
         activity: A present participle, shown by the progress bar.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    listeners = [callback for callback in callbacks if isinstance(callback, PauseListener)]
+    listeners = callbacks_of(trainer, PauseListener)
     for listener in listeners:
         listener.on_pause(activity)
     try:

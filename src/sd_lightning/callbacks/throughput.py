@@ -1,32 +1,38 @@
-"""Images per second, share of time spent waiting for data, peak memory and MFU of a training run."""
+"""What a run measures of itself: images per second, wait for data, peak memory, MFU; and memory of the engine."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.lightning_loops import FETCH
 from sd_lightning.callbacks.steps import PauseListener, StepCallback, paused
 from sd_lightning.data.contract import global_batch_size
 from sd_lightning.gemini.memory import peak_allocated, peak_resident
+from sd_lightning.planner.devices import table_of
+from sd_lightning.report.memory import TIMELINE_NAME
+from sd_lightning.storage.atomic import new_file
+from sd_lightning.strategies import EngineStrategy, engine_of
 
 log = logging.getLogger(__name__)
 
-_FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _SAVE = "save_checkpoint"
 _GIB = 2**30
-_DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
-"""Dense bf16/fp16 tensor-core FLOP/s (NVIDIA datasheets: half of the "with sparsity" figure). Only chips for which
-Lightning's table has the sparse figure, or no entry under the driver's name."""
 
 
 @runtime_checkable
@@ -82,7 +88,7 @@ class _ProfilerTap(Profiler):
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
-        if action_name in (_FETCH, _SAVE):
+        if action_name in (FETCH, _SAVE):
             return super().profile(action_name)
         return self.inner.profile(action_name)  # about fifty per step
 
@@ -111,7 +117,7 @@ class Throughput(StepCallback, PauseListener):
     - ``perf/peak_memory_gib``: largest allocated CUDA memory of rank 0's device, else largest resident size of its
       process (not on Windows),
     - ``perf/mfu``: model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), in [0, 1]: achieved / peak
-      FLOP/s, if the module is :class:`CountsFlops`.
+      FLOP/s, if the module is :class:`CountsFlops` and ``conf/devices`` has a table of the GPU.
 
     Validation, checkpoints and blocks marked with :func:`paused` count neither as training time nor as data wait. The
     first step of a run is left out: it includes warm-up, compilation and the start of the workers.
@@ -150,7 +156,7 @@ class Throughput(StepCallback, PauseListener):
     def summary(self) -> dict[str, float]:
         """Return means of the whole run, ``images_per_second``, ``data_wait`` and ``mfu``, and ``peak_memory_gib``.
 
-        Values that were not measured (a run of one step, a module without ``flops_per_sample``) are left out.
+        Values that were not measured (a run of one step, a module without ``flops_per_sample``, no GPU) are left out.
         """
         return self._values(self._warm, self._marks[-1] if self._marks else None)
 
@@ -209,7 +215,7 @@ class Throughput(StepCallback, PauseListener):
         self._clock = None
 
     def _on_action(self, action: str, begins: bool) -> None:
-        if action == _FETCH:
+        if action == FETCH:
             if begins:
                 self._fetch_started = time.perf_counter()
             else:
@@ -228,8 +234,12 @@ class Throughput(StepCallback, PauseListener):
         if not isinstance(pl_module, CountsFlops):
             log.info("Throughput logs no perf/mfu: %s has no flops_per_sample(batch).", type(pl_module).__name__)
             return
+        peak = peak_flops(self._device, str(trainer.precision))
+        if peak is None:
+            log.info("Throughput logs no perf/mfu: conf/devices has no figure for this device and precision.")
+            return
         self._flops_per_sample = pl_module.flops_per_sample(batch)
-        self._peak_flops = peak_flops(self._device, compute_dtype(str(trainer.precision))) * trainer.world_size
+        self._peak_flops = peak * trainer.world_size
 
     def _values(self, begin: _Mark | None, end: _Mark | None) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -277,45 +287,74 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return peak_allocated(device) if device.type == "cuda" else peak_resident()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one device: the vendor's dense figure, else the best of a few matrix products.
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the peak FLOP/s of a GPU, the maker's dense figure in ``conf/devices``; None without a table of it.
 
     Args:
-        device: The device that computes; a CPU means this process's threads.
-        dtype: Dtype of the matrix products.
+        device: The device that computes.
+        precision: Lightning's name: "bf16-mixed".
     """
-    from lightning.fabric.utilities.throughput import get_available_flops
-
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device).lower()
-        if dtype in (torch.bfloat16, torch.float16):
-            for chip, flops in _DENSE_16BIT_FLOPS.items():
-                if all(word in name for word in chip.split()):
-                    return flops
-        known = get_available_flops(device, dtype)
-        if known:
-            return float(known)
-    return _measured_flops(device, dtype)
+    table = table_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    of_float32 = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    dtypes = (("bf16", "bfloat16"), ("16", "float16"), ("32", of_float32))
+    dtype = next((name for start, name in dtypes if precision.startswith(start)), None)
+    return None if table is None or dtype is None else 1e12 * table.peak_tflops[dtype]
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    n = 4096 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    best = float("inf")
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        torch.mm(a, a, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
+class EngineMemory(Callback):
+    """Callback that logs the Gemini engine's counters and records the memory of one step, unit by unit.
 
+    Args:
+        run_dir: Directory of the run; the timeline goes to ``memory_timeline.json`` there, which the report draws.
+        every_n_steps: Optimizer steps between logged values.
+        trace_step: Step to record, counted from 1; the order of units is known by step 3.
+    """
 
-def compute_dtype(precision: str) -> torch.dtype:
-    for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
-        if precision.startswith(name):
-            return dtype
-    return torch.float32
+    def __init__(self, run_dir: str | Path, *, every_n_steps: int = 10, trace_step: int = 3) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("trace_step", trace_step)):
+            if value < 1:
+                raise UsageError(f"EngineMemory got {name}={value}; expected at least 1, e.g. {name}=3")
+        self.run_dir = Path(run_dir)
+        self.every_n_steps = every_n_steps
+        self.trace_step = trace_step
+        self._events: list[dict[str, Any]] | None = None
+        self._is_tracing = False
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise unless the strategy counts its bytes.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if not engine_of(strategy).counts_bytes:
+            raise UsageError(
+                f"EngineMemory got strategy={type(strategy).__name__}, which keeps no account of its bytes; "
+                "expected strategy=gemini, or leave callbacks=memory out"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.check(trainer.strategy)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if self._events is None and trainer.global_step + 1 == self.trace_step:
+            self._events, self._is_tracing = [], True
+            engine = engine_of(trainer.strategy)
+            engine.observe_units(partial(self._note, engine))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        engine = engine_of(trainer.strategy)
+        if self._is_tracing and trainer.global_step == self.trace_step:
+            self._is_tracing = False
+            engine.observe_units(None)
+            self._note(engine, "step", "")
+            if trainer.is_global_zero:
+                timeline = {"step": self.trace_step, "rank": trainer.global_rank, "events": self._events}
+                with new_file(self.run_dir / TIMELINE_NAME) as tmp:
+                    tmp.write_text(json.dumps(timeline), encoding="utf-8")
+        if trainer.global_step % self.every_n_steps == 0:
+            values = {f"gemini/{name}": float(value) for name, value in engine.statistics().items()}
+            pl_module.log_dict(values, batch_size=1)
+
+    def _note(self, engine: EngineStrategy, phase: str, unit: str) -> None:
+        assert self._events is not None
+        self._events.append({"phase": phase, "unit": unit, "bytes": engine.bytes_by_tier()})

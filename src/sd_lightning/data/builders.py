@@ -27,7 +27,7 @@ from sd_lightning.data.sources.webdataset import WebDatasetTars
 from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.reader import default_cache
 from sd_lightning.data.transform import BUCKET_FIELDS, ImageOptions
-from sd_lightning.storage.locations import open_location
+from sd_lightning.storage.object_store import open_location
 
 _Builder = Callable[..., SDDataModule]
 

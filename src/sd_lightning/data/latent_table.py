@@ -28,7 +28,7 @@ from sd_lightning.data.store.files import StoreFile, hashes_of
 from sd_lightning.data.store.layout import LATENTS, Recipe, path_of
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.state.ranks import failing_together, gathered, rank_and_world_size
-from sd_lightning.storage.local_folder import LocalFolder
+from sd_lightning.storage.location import LocalFolder
 
 if TYPE_CHECKING:
     from PIL import Image

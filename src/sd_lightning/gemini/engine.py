@@ -20,7 +20,6 @@ from sd_lightning.gemini.optimizer import GeminiOptimizer, LossScale
 from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.placement import ChunkPlan, Ledger
 from sd_lightning.gemini.runtime import Runtime
-from sd_lightning.state.optimizer_change import optimizer_name
 from sd_lightning.state.shards import (
     LazyTensor,
     OptimizerGroups,
@@ -30,6 +29,7 @@ from sd_lightning.state.shards import (
     ShardedState,
     load_groups,
     named_groups,
+    optimizer_name,
 )
 
 

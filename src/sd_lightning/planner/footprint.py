@@ -1,6 +1,7 @@
 """The memory that a strategy takes for trained weights: declared by each strategy, read by the planner.
 
-A :class:`Candidate` is a strategy that the planner compares; ours are :func:`sd_lightning.strategies.presets.candidates`.
+A :class:`Candidate` is a strategy that the planner compares; ours are in
+:mod:`sd_lightning.strategies.presets`.
 """
 
 from __future__ import annotations

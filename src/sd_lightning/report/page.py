@@ -22,7 +22,7 @@ from sd_lightning.report.drawing import number
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
 from sd_lightning.report.plan import plan_section
-from sd_lightning.storage.run_folder import PLAN
+from sd_lightning.storage.runs import PLAN
 
 log = logging.getLogger(__name__)
 

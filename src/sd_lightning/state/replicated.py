@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.optimizer_change import optimizer_name
 from sd_lightning.state.shards import (
     LazyTensor,
     OptimizerGroups,
@@ -24,6 +23,7 @@ from sd_lightning.state.shards import (
     TrainingState,
     load_groups,
     named_groups,
+    optimizer_name,
 )
 
 

@@ -22,6 +22,7 @@ LazyTensor = Tensor | Callable[[], Tensor]
 OptimizerGroups = list[list[dict[str, Any]]]
 """Per optimizer and parameter group: its hyper-parameters, and the names of its parameters under ``params``."""
 
+_ENGINES = ("deepspeed", "colossalai")
 # How an update is computed, not what it computes: never taken from a checkpoint.
 _IMPLEMENTATION_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")
 
@@ -184,6 +185,19 @@ class ShardedState(TrainingState):
     @override
     def forget(self) -> None:
         raise RuntimeError("forget called for weights that only the engine can replace")
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return an optimizer's name in checkpoints: its package and class, such as ``torch.AdamW``.
+
+    Adam classes of engines have the name of the torch class they replace.
+    """
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    if package in _ENGINES and "Adam" in kind.__name__:
+        decoupled = getattr(optimizer, "adam_w_mode", getattr(optimizer, "adamw_mode", True))
+        return "torch.AdamW" if decoupled else "torch.Adam"
+    return f"{package}.{kind.__name__}"
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

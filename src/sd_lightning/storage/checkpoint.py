@@ -18,15 +18,20 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage import atomic
 from sd_lightning.storage.untrusted import read_json
 
+if TYPE_CHECKING:
+    from torch import nn
+
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+LIGHTNING_SUFFIX = ".ckpt"
+"""Suffix of plain Lightning checkpoints, from which only weights are loaded."""
 SMALL_BYTES = 2**20
 """Files up to this size hold metadata that processes make decisions by; larger ones hold tensors."""
 
@@ -86,28 +91,30 @@ def saving(run_dir: str | os.PathLike[str], step: int, *, known: Mapping[str, st
     Raises:
         UsageError: The disk is full; the message names the last good checkpoint.
     """
+    with naming_full_disk(run_dir, step), atomic.new_folder(checkpoint_path(run_dir, step)) as tmp:
+        yield tmp
+        _write_manifest(tmp, known or {})
+
+
+@contextmanager
+def naming_full_disk(run_dir: str | os.PathLike[str], step: int) -> Iterator[None]:
+    """Name the last good checkpoint of a run if the block, a part of saving, fails for lack of space.
+
+    Raises:
+        UsageError: It does. Other errors are raised as they are.
+    """
     try:
-        with atomic.new_folder(checkpoint_path(run_dir, step)) as tmp:
-            yield tmp
-            _write_manifest(tmp, known or {})
-    except BaseException as error:
-        full = disk_full(error, run_dir, step)
-        if full is not None:
-            raise full from error
-        raise
-
-
-def disk_full(error: BaseException, run_dir: str | os.PathLike[str], step: int) -> UsageError | None:
-    """Return the ``UsageError`` for a saving error that means "no space"; None for any other error."""
-    reason = atomic.no_space(error)
-    if reason is None:
-        return None
-    good = next((path for path in reversed(all_checkpoints(run_dir)) if not verify(path, hash_up_to=0)), None)
-    return UsageError(
-        f"Saving the checkpoint of step {step} in {run_dir} failed: {reason} ({error}). "
-        f"{f'The last good checkpoint is {good}' if good else 'There is no earlier checkpoint'}; "
-        "free space or keep fewer checkpoints, then start again with resume=auto."
-    )
+        yield
+    except Exception as error:
+        reason = atomic.no_space(error)
+        if reason is None:
+            raise
+        good = next((path for path in reversed(all_checkpoints(run_dir)) if not verify(path, hash_up_to=0)), None)
+        raise UsageError(
+            f"Saving the checkpoint of step {step} in {run_dir} failed: {reason} ({error}). "
+            f"{f'The last good checkpoint is {good}' if good else 'There is no earlier checkpoint'}; "
+            "free space or keep fewer checkpoints, then start again with resume=auto."
+        ) from error
 
 
 def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None) -> list[str]:
@@ -133,10 +140,10 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     digests: dict[_Inode, str] = {}
     for name, (size, digest) in files.items():
         try:
-            if not is_inside(name) or not stat.S_ISREG((found := (root / name).stat()).st_mode):
+            if not is_inside(name) or not stat.S_ISREG((status := (root / name).stat()).st_mode):
                 problems.append(f"{name} is no file of the checkpoint")
-            elif found.st_size != size:
-                problems.append(f"{name} has {found.st_size} bytes instead of {size}")
+            elif status.st_size != size:
+                problems.append(f"{name} has {status.st_size} bytes instead of {size}")
             elif (hash_up_to is None or size <= hash_up_to) and _digest(root / name, digests) != digest:
                 problems.append(f"{name} was altered (its SHA-256 differs)")
         except FileNotFoundError:
@@ -189,8 +196,7 @@ def prune(
     Returns:
         The deleted checkpoints.
     """
-    if keep < 1:
-        raise UsageError(f"prune got keep={keep}; expected at least 1 checkpoint to keep.")
+    assert keep >= 1
     paths = all_checkpoints(run_dir)
     removed = paths[:-keep]
     if not removed:
@@ -235,10 +241,50 @@ def shape_differences(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, 
     ]
 
 
+def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Check that ``init_from=`` is a file; it is read later.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not Path(path).is_file():
+        kind = "a folder" if Path(path).is_dir() else "no such file"
+        raise UsageError(
+            f"init_from={path}: {kind}; expected the file that Lightning's trainer.save_checkpoint writes in one "
+            "process, or a run, checkpoint or pipeline folder of sd_lightning"
+        )
+
+
+def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
+    """Load the weights, and nothing else, of a plain Lightning checkpoint into the same module.
+
+    Raises:
+        UsageError: The file cannot be read without running code from it, or is of another model.
+    """
+    import torch
+
+    remedy = "expected a checkpoint that Lightning saved of SDLightningModule; save it again, or give a pipeline folder"
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        theirs = {str(name): tuple(value.shape) for name, value in weights.items()}
+    except Exception as error:  # damaged files and refused pickles raise many types
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"init_from={path}: cannot be read ({type(error).__name__}: {reason}); {remedy}") from error
+    ours = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    differing = shape_differences(theirs, ours)
+    if differing:
+        raise UsageError(
+            f"init_from={path}: the checkpoint is of another model; {len(differing)} of {len(ours)} tensors differ: "
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
+            "module.train_text_encoder of the run that saved it"
+        )
+    module.load_state_dict(weights)
+
+
 def _digest(path: Path, digests: dict[_Inode, str]) -> str:
     """Return the SHA-256 of a file, remembered by inode."""
-    found = path.stat()
-    inode = (found.st_dev, found.st_ino)
+    status = path.stat()
+    inode = (status.st_dev, status.st_ino)
     if inode not in digests:
         with open(path, "rb", buffering=0) as file:
             digests[inode] = hashlib.file_digest(file, "sha256").hexdigest()

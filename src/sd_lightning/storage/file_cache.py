@@ -146,11 +146,11 @@ class FileCache:
 
 
 def _of_size(file: BinaryIO, size: int, url: str) -> BinaryIO:
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
+    actual = os.fstat(file.fileno()).st_size
+    if actual != size:
         file.close()
         raise UsageError(
-            f"{url} has {found} bytes; expected {size}: it was truncated or replaced after it was listed; delete it "
+            f"{url} has {actual} bytes; expected {size}: it was truncated or replaced after it was listed; delete it "
             "and run again what wrote it."
         )
     return file

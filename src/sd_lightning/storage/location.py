@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import secrets
+import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sd_lightning._errors import UsageError
+from sd_lightning.storage.atomic import hidden, new_file, no_space, sync
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -102,3 +111,153 @@ def ends_early(location: Location, name: str, size: int, end: int, *, who: str) 
         f"{who}: {location.url}/{name} ends after {size} bytes; expected at least {end}: it was truncated or replaced; "
         "delete it and run again what wrote it."
     )
+
+
+@dataclass(frozen=True)
+class LocalFolder(Location):
+    """A folder on a local disk; it is created with the first file.
+
+    Attributes:
+        folder: Its absolute path.
+        who: Start of messages.
+    """
+
+    url: str
+    folder: Path
+    who: str
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(f"{self.url}/{name}", self.folder / name, self.who)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        with self._explained("read", name), open(self.folder / name, "rb") as file:
+            file.seek(begin)
+            data = file.read(-1 if end is None else end - begin)
+        if end is not None and len(data) < end - begin:
+            raise ends_early(self, name, begin + len(data), end, who=self.who)
+        return data
+
+    def size(self, name: str) -> int | None:
+        try:
+            with self._explained("read", name):
+                return (self.folder / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def entries(self, prefix: str = "") -> list[Entry]:
+        entries = []
+        with self._explained("list", prefix):
+            for folder, folders, names in os.walk(self.folder / prefix.rpartition("/")[0], onerror=_unless_absent):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                    name = path.relative_to(self.folder).as_posix()
+                    size = self.size(name) if name.startswith(prefix) else None
+                    if size is not None:  # None: deleted since it was seen
+                        entries.append(Entry(name, size))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def create(self, name: str, data: bytes | Path) -> bool:
+        path = self.folder / name
+        tmp = hidden(path)
+        with self._explained("write", name):
+            if path.exists():  # the link below decides; this only saves the copy
+                return False
+            _make_folder(path.parent)
+            try:
+                _write(tmp, data)
+                created = self._link(tmp, path)
+            finally:
+                tmp.unlink(missing_ok=True)
+            sync(path.parent)
+        return created
+
+    def _link(self, tmp: Path, path: Path) -> bool:
+        try:
+            os.link(tmp, path)
+        except FileExistsError:
+            return tmp.stat().st_nlink > 1  # over NFS a link may be made although its answer got lost
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            raise UsageError(
+                f"{self.who}: the file system of {path.parent} has no hard links ({error.strerror}), by which a file "
+                "appears whole or not at all; expected one that has them, such as ext4, xfs or NFS; choose another "
+                "folder, or an object store (s3://, gs://)."
+            ) from error
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        with self._explained("write", name):
+            _make_folder(path.parent)
+            with new_file(path) as tmp:
+                tmp.write_bytes(data)
+            sync(path.parent)
+
+    def delete(self, name: str) -> None:
+        with self._explained("delete", name):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def fetch(self, name: str, path: Path) -> None:
+        with self._explained("read", name), new_file(path) as tmp:
+            shutil.copyfile(self.folder / name, tmp)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def clean(self) -> None:
+        with self._explained("delete", ""):
+            for path in self.folder.rglob(".tmp-*"):
+                path.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        name = f".tmp-probe-{secrets.token_hex(4)}"
+        made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        self.create(name, b"probe")
+        self.delete(name)
+        for folder in made:
+            with suppress(OSError):  # somebody uses it already
+                folder.rmdir()
+
+    @contextmanager
+    def _explained(self, verb: str, name: str) -> Iterator[None]:
+        """Turn what the user has to mend into a ``UsageError``."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            reason = no_space(error)
+            if reason is not None:
+                remedy = "free space or choose a folder on another disk, then run the same command again"
+            elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
+                remedy = f"expected a folder that this user may {verb}; change its permissions or choose another"
+            elif isinstance(error, NotADirectoryError | IsADirectoryError | FileExistsError):
+                remedy = "expected a folder of files; choose another, or remove what is in the way"
+            else:
+                raise
+            raise UsageError(
+                f"{self.who}: cannot {verb} {self.folder / name}: {reason or error.strerror}; {remedy}."
+            ) from error
+
+
+def _unless_absent(error: OSError) -> None:
+    """Let ``os.walk`` raise; it skips folders that it cannot read by itself."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _write(path: Path, data: bytes | Path) -> None:
+    if isinstance(data, Path):
+        shutil.copyfile(data, path)
+    else:
+        path.write_bytes(data)
+    sync(path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents such that they outlive a power cut."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)

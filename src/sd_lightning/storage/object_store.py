@@ -1,4 +1,7 @@
-"""Locations in object stores: requests that failed in passing are tried again, with growing waits."""
+"""Locations in object stores, and :func:`open_location`, which opens one by its URL.
+
+Requests that failed in passing are tried again, with growing waits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any, TypeVar
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.atomic import new_file, no_space
-from sd_lightning.storage.location import Entry, Location, ends_early
+from sd_lightning.storage.location import Entry, LocalFolder, Location, ends_early
 from sd_lightning.storage.providers import PROVIDERS, Provider
 
 log = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ class _Connection:
             self._file_systems.setdefault(process, self.provider.open(self.who))
         return self._file_systems[process]
 
-    def call(self, what: str, request: Callable[[], T]) -> T:
+    def call(self, action: str, request: Callable[[], T]) -> T:
         """Return what a request returns; try again what may pass, and explain what may not.
 
         Raises:
@@ -67,25 +70,25 @@ class _Connection:
                 raise
             except Exception as error:
                 if not isinstance(error, _TryAgain) and not self.provider.is_transient(error):
-                    raise self.explain(what, error) from error
+                    raise self.explain(action, error) from error
                 reason = f"{type(error).__name__}: {error}"
                 if tries > len(waits):
                     raise UsageError(
-                        f"{self.who}: cannot {what}: tried {tries} times in about {sum(waits):.0f} s, at last "
+                        f"{self.who}: cannot {action}: tried {tries} times in about {sum(waits):.0f} s, at last "
                         f"{reason}; expected an answer from the store; check the network, the endpoint "
                         "(AWS_ENDPOINT_URL for s3://) and the store's status, then run the same command again."
                     ) from error
                 if tries > 2:
-                    log.warning("%s: cannot %s yet (%s); trying again.", self.who, what, reason)
+                    log.warning("%s: cannot %s yet (%s); trying again.", self.who, action, reason)
             time.sleep(waits[tries - 1] * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
-    def explain(self, what: str, error: Exception) -> Exception:
+    def explain(self, action: str, error: Exception) -> Exception:
         """Return the error to raise for one that does not pass."""
         if self.provider.is_absent(error):
-            return FileNotFoundError(f"{self.who}: cannot {what}: there is no such file")
+            return FileNotFoundError(f"{self.who}: cannot {action}: there is no such file")
         complaint = self.provider.complaint(error)
-        return error if complaint is None else UsageError(f"{self.who}: cannot {what}: {complaint}.")
+        return error if complaint is None else UsageError(f"{self.who}: cannot {action}: {complaint}.")
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,6 @@ class ObjectStore(Location):
         path = self._url(name).partition("://")[2]
         return self.connection.call(f"{verb} {self._url(name)}", lambda: request(self.connection.file_system, path))
 
-    def _check_can_write(self) -> None:
-        provider, who = self.connection.provider, self.connection.who
-        self._call("write to", "", lambda file_system, _: provider.check_can_write(file_system, who))
-
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         if end is None:
             # Without a range: of an empty file no range can be asked.
@@ -125,7 +124,7 @@ class ObjectStore(Location):
 
         def request(file_system: Any, path: str) -> bytes:
             try:
-                data = file_system.cat_file(path, **limits)
+                data: bytes = file_system.cat_file(path, **limits)
             except Exception as error:
                 if limits and self.connection.provider.is_beyond_end(error):
                     data = b""
@@ -143,7 +142,7 @@ class ObjectStore(Location):
     def size(self, name: str) -> int | None:
         def request(file_system: Any, path: str) -> int | None:
             info = file_system.info(path)
-            return info["size"] if info["type"] == "file" else None
+            return int(info["size"]) if info["type"] == "file" else None
 
         try:
             return self._call("look for", name, request)
@@ -153,8 +152,8 @@ class ObjectStore(Location):
     def entries(self, prefix: str = "") -> list[Entry]:
         def request(file_system: Any, path: str) -> list[Entry]:
             root = self.url.partition("://")[2] + "/"
-            found = sorted(file_system.find(path, detail=True).items())
-            entries = [Entry(name.removeprefix(root), info["size"]) for name, info in found if info["type"] == "file"]
+            files = sorted(file_system.find(path, detail=True).items())
+            entries = [Entry(name.removeprefix(root), info["size"]) for name, info in files if info["type"] == "file"]
             return [entry for entry in entries if entry.name.startswith(prefix) and not _is_temporary(entry.name)]
 
         try:
@@ -164,7 +163,7 @@ class ObjectStore(Location):
 
     def create(self, name: str, data: bytes | Path) -> bool:
         provider = self.connection.provider
-        self._check_can_write()
+        self.connection.provider.check_can_write(self.connection.who)
         # Whoever's answer got lost finds their own mark in the file that "exists" at the next try.
         writer = secrets.token_hex(8)
 
@@ -192,11 +191,11 @@ class ObjectStore(Location):
             ) from error
 
     def replace(self, name: str, data: bytes) -> None:
-        self._check_can_write()
+        self.connection.provider.check_can_write(self.connection.who)
         self._written("write", name, lambda file_system, path: _upload(file_system, path, data))
 
     def delete(self, name: str) -> None:
-        self._check_can_write()
+        self.connection.provider.check_can_write(self.connection.who)
         try:
             self._call("delete", name, lambda file_system, path: file_system.rm_file(path))
         except FileNotFoundError:
@@ -243,24 +242,34 @@ def _upload(file_system: Any, path: str, data: bytes | Path, **options: Any) -> 
         file_system.pipe_file(path, data, chunksize=PART_BYTES, **options)
 
 
-def open_object_store(url: str, *, who: str) -> ObjectStore:
-    """Open a folder of an object store without asking the store.
+def open_location(url: str | os.PathLike[str], *, key: str) -> Location:
+    """Open a folder that may not exist yet; object stores are not asked before they are used.
 
     Args:
-        url: ``s3://bucket/…``, ``gs://bucket/…`` or ``hf://datasets/…``.
-        who: Start of messages.
+        url: A local path, or ``s3://bucket/…``, ``gs://bucket/…``, ``hf://datasets/…`` (read only).
+        key: The setting that holds it, for messages, e.g. ``"data.store"``.
 
     Raises:
-        UsageError: The protocol is not supported, there is no bucket in the URL, or the package is not installed.
+        UsageError: It is no folder, names no bucket, its protocol is not supported, or the package for it is not
+            installed.
     """
-    protocol, _, rest = url.partition("://")
-    if protocol not in PROVIDERS:
-        raise UsageError(
-            f"{who}: {protocol}:// is not known, or cannot create a file only if it is absent; expected a local "
-            f"folder, or a URL that begins with {', '.join(f'{name}://' for name in PROVIDERS)}."
-        )
-    if not rest.strip("/"):
-        raise UsageError(f"{who} names no bucket; expected for instance {protocol}://bucket/folder.")
-    connection = _Connection(PROVIDERS[protocol], who)
-    connection.file_system  # noqa: B018  tells at once that a package is missing
-    return ObjectStore(url.rstrip("/"), connection)
+    text = os.fspath(url)
+    who = f"{key}={text}"
+    protocol, separator, rest = text.partition("://")
+    if separator and protocol != "file":
+        if protocol not in PROVIDERS:
+            raise UsageError(
+                f"{who}: {protocol}:// is not known, or cannot create a file only if it is absent; expected a local "
+                f"folder, or a URL that begins with {', '.join(f'{name}://' for name in PROVIDERS)}."
+            )
+        if not rest.strip("/"):
+            raise UsageError(f"{who} names no bucket; expected for instance {protocol}://bucket/folder.")
+        connection = _Connection(PROVIDERS[protocol], who)
+        connection.file_system  # noqa: B018  tells at once that a package is missing
+        return ObjectStore(text.rstrip("/"), connection)
+    folder = Path(rest if separator else text).expanduser().absolute()
+    if not text:
+        raise UsageError(f"{key} is empty; expected a folder, or a URL such as s3://bucket/folder.")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{who} is a file; expected a folder, which need not exist; choose another path.")
+    return LocalFolder(text.rstrip("/") or "/", folder, who)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 from abc import ABC, abstractmethod
@@ -31,14 +30,10 @@ class Provider(ABC):
     """One kind of object store.
 
     Attributes:
-        protocol: What its URLs begin with.
-        package: The module that its requests go through.
-        extra: The extra of this package that installs it.
+        extra: The extra of this package that installs its library.
         tries: How often to try where the provider's library does not try again by itself.
     """
 
-    protocol: str
-    package: str
     extra: str
     tries: int
 
@@ -46,16 +41,9 @@ class Provider(ABC):
     def open(self, who: str) -> Any:
         """Return a new file system of this process, as fsspec defines it, without caches of listings."""
 
-    def check_can_write(self, file_system: Any, who: str) -> None:
-        """Raise a ``UsageError`` unless the installed version creates a file only if absent.
-
-        An older gcsfs takes the argument, drops it, and overwrites.
-        """
-        if "mode" not in inspect.signature(type(file_system)._pipe_file).parameters:
-            raise UsageError(
-                f"{who}: the installed {self.package} cannot create a file only if it is absent; expected "
-                f"{self.package}>=2024.12; upgrade it: pip install --upgrade 'sd-lightning[{self.extra}]'"
-            )
+    def check_can_write(self, who: str) -> None:
+        """Raise a ``UsageError`` if the store is read only."""
+        return
 
     @abstractmethod
     def metadata(self, writer: str) -> dict[str, Any]:
@@ -121,7 +109,8 @@ class S3Files:
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         span = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         try:
-            return self.client.get_object(**_where(path), **span)["Body"].read()
+            data: bytes = self.client.get_object(**_where(path), **span)["Body"].read()
+            return data
         except self.client.exceptions.NoSuchKey as error:
             raise FileNotFoundError(path) from error
 
@@ -194,14 +183,12 @@ class S3(Provider):
         config = Config(retries={"total_max_attempts": 1}, max_pool_connections=64)
         return S3Files(boto3.session.Session().client("s3", config=config))
 
-    def check_can_write(self, file_system: Any, who: str) -> None:
-        """Do nothing: boto3 refuses conditions that it does not know."""
-
     def metadata(self, writer: str) -> dict[str, Any]:
         return {"Metadata": {_WRITER: writer}}
 
     def writer(self, file_system: Any, path: str) -> str | None:
-        return file_system.info(path)["metadata"].get(_WRITER)
+        writer: str | None = file_system.info(path)["metadata"].get(_WRITER)
+        return writer
 
     def overwrites(self, file_system: Any, path: str) -> bool:
         try:
@@ -265,7 +252,8 @@ class GoogleStorage(Provider):
         return {"metadata": {_WRITER: writer}}
 
     def writer(self, file_system: Any, path: str) -> str | None:
-        return file_system.info(path).get("metadata", {}).get(_WRITER)
+        writer: str | None = file_system.info(path).get("metadata", {}).get(_WRITER)
+        return writer
 
     def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         code = getattr(error, "code", None) if _root(error) == "gcsfs" else None
@@ -292,7 +280,7 @@ class HuggingFace(Provider):
         hub = require("huggingface_hub", extra=self.extra, who=who)
         return hub.HfFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
-    def check_can_write(self, file_system: Any, who: str) -> None:
+    def check_can_write(self, who: str) -> None:
         raise UsageError(
             f"{who}: hf:// is read only, since the Hub cannot create a file only if it is absent; expected a local "
             "folder, s3:// or gs://; write there and upload the result with `hf upload-large-folder`."
@@ -330,8 +318,8 @@ class HuggingFace(Provider):
 
 
 PROVIDERS: dict[str, Provider] = {
-    "s3": S3("s3", "boto3", "s3", tries=6),
-    "gs": GoogleStorage("gs", "gcsfs", "gs", tries=2),
-    "hf": HuggingFace("hf", "huggingface_hub", "all", tries=6),
+    "s3": S3("s3", tries=6),
+    "gs": GoogleStorage("gs", tries=2),
+    "hf": HuggingFace("all", tries=6),
 }
 """Protocol -> provider."""

@@ -1,33 +1,254 @@
-"""Find checkpoints and pipelines in a run's directory, and publish its results there.
+"""A run's folder: its mark and lock, what it may hold, its checkpoints and pipelines, and its published results.
 
-``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.storage.run_folder`), ``config.yaml``,
-``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
-``frozen-weights/`` (weights within trained networks that are not trained, if there are any), ``pipeline/`` (the
-result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's
-memory was traced, ``memory_timeline.json``, and with ``strategy=auto`` ``plan.json``.
+``<run>/`` holds ``.sd_lightning`` (the mark, written before anything else), ``config.yaml``, ``checkpoints/``,
+``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint), ``frozen-weights/`` (weights in
+trained networks that are not trained, if there are any), ``pipeline/`` (the result, linked from the last checkpoint),
+``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's memory was traced, ``memory_timeline.json``,
+and with ``strategy=auto`` ``plan.json``. A folder with foreign files and no mark is refused. Files that operating
+systems create by themselves (``.DS_Store``, ``lost+found``, …) are ignored.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import shutil
+import socket
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
 
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import atomic, checkpoint, run_folder
-from sd_lightning.storage.new_folder import check_writable, unused
+from sd_lightning.storage import atomic, checkpoint
+from sd_lightning.storage.atomic import TEMPORARY, check_writable, unused
 from sd_lightning.storage.untrusted import read_json
-
-if TYPE_CHECKING:
-    from torch import nn
 
 log = logging.getLogger(__name__)
 
-LIGHTNING_SUFFIX = ".ckpt"
-"""Suffix of plain Lightning checkpoints, from which only weights are loaded."""
+MARK = ".sd_lightning"
+"""A small JSON file in every run's folder."""
+PLAN = "plan.json"
+"""The plan of a run with ``strategy=auto``, and its rivals."""
+LOCK = ".lock"
+"""Lock file with the process and machine that work in a run's folder."""
+
+_FORMAT = 1
+_FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
+_NAMES = (
+    *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
+    *("report.html", "memory_timeline.json", PLAN),
+)
+"""Names in a run's folder."""
+_WRITTEN = (
+    *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html"),
+    *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
+    *("checkpoints/.trash-*", "samples/step-*.png", "logs/**/metrics.csv", "logs/**/hparams.yaml"),
+    *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
+    *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
+)
+"""Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
+_SHOWN = 5
+
+
+class RunFolder:
+    """A run's folder, locked by one process at a time.
+
+    Args:
+        path: The folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FileLock | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path, "_lock": None}  # a child process holds no lock itself
+
+    def open(self, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
+        """Create the folder, lock it and mark it as a run's; the last step before training.
+
+        Args:
+            overwrite: Delete the files of an earlier run in it.
+            key: Start of the message, as in :func:`check_ours`.
+            others: Name patterns of foreign files that are allowed in it.
+
+        Raises:
+            UsageError: Another process runs there, or it holds foreign files; both stay untouched.
+        """
+        check_ours(self.path, key=key, others=others)  # before the lock file is created
+        held = self._is_held()
+        self.lock()
+        try:
+            check_ours(self.path, key=key, others=others)  # again, now that no other run can begin
+            mark(self.path)
+            if overwrite:
+                delete_written(self.path)
+        except BaseException:
+            if not held:
+                self.unlock()
+            raise
+
+    def lock(self) -> None:
+        """Create the folder and lock it against other processes; the system unlocks it when this process dies.
+
+        Only rank 0 locks; a child process of the holder counts as the holder.
+
+        Raises:
+            UsageError: Another process runs there.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._is_held():
+            return
+        file = self.path.resolve() / LOCK
+        lock = FileLock(file, thread_local=False, fallback_to_soft=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            self._refuse_locked(file)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s); start no second run in it", self.path, error.strerror)
+        else:
+            self._lock = lock
+            file.write_text(f"{os.getpid()} {socket.gethostname()}", encoding="utf-8")
+
+    def unlock(self) -> None:
+        """Unlock the folder if this object has locked it."""
+        if self._lock is not None and self._is_held():
+            with suppress(OSError):  # Windows cannot delete an open file
+                Path(self._lock.lock_file).unlink()
+            self._lock.release()
+        self._lock = None
+
+    def _is_held(self) -> bool:
+        return self._lock is not None and self._lock.is_locked  # is_locked is False after a fork
+
+    def _refuse_locked(self, file: Path) -> None:
+        """Raise an error that names the lock's holder, unless that is this process or its parent."""
+        try:
+            holder = file.read_text(encoding="utf-8", errors="replace").split()
+        except OSError:  # on Windows, only the holder can read it
+            holder = []
+        parent = multiprocessing.parent_process()
+        own = {str(process) for process in (os.getpid(), parent and parent.pid)}
+        if len(holder) == 2 and holder[0] in own and holder[1] == socket.gethostname():
+            return
+        who = f"process {holder[0]} on {holder[1]}" if len(holder) == 2 else "another process"
+        raise UsageError(
+            f"output_dir={self.path}: a run is at work in it ({who}); wait for its end, or choose another "
+            "output_dir=<folder>"
+        ) from None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is marked as a run's."""
+    return _mark(folder) is not None
+
+
+def mark(run_dir: Path) -> None:
+    """Mark a folder as a run's; the mark is written atomically.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if _mark(run_dir) is None:
+        content = {"format": _FORMAT, "what": "a run of sd_lightning; overwrite=true deletes what it wrote"}
+        with atomic.new_file(run_dir / MARK) as tmp:
+            tmp.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _mark(folder: Path) -> int | None:
+    """Return the format version in a folder's mark; None without a mark."""
+    try:
+        return int(read_json(folder / MARK)["format"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _entries(folder: Path) -> list[str]:
+    """List a folder, without files of the operating system, locks and unfinished marks."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [name for name in names if not (_matches(name, _FROM_SYSTEMS) or _is_passing(folder / name))]
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_passing(path: Path) -> bool:
+    if path.name != LOCK:
+        return path.name.startswith(TEMPORARY)
+    try:
+        return path.stat().st_size < 1000 and bool(re.fullmatch(r"(\d+ \S+)?", path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def check_ours(run_dir: Path, *, key: str = "output_dir", others: Collection[str] = ()) -> None:
+    """Raise if a folder holds anything but a run of ours; nothing is written.
+
+    Args:
+        run_dir: The run's folder; it need not exist.
+        key: Start of the message; its last word is the setting.
+        others: Name patterns of foreign files that are allowed in it: loggers begin before the run.
+
+    Raises:
+        UsageError: It holds something else, is not a folder, or a newer release wrote it.
+    """
+    setting = key.split()[-1]
+    if run_dir.is_symlink() and not run_dir.exists():
+        target = run_dir.resolve()
+        raise UsageError(f"{key}={run_dir}: a link to a folder that is not there; write {setting}={target}, or make it")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"{key}={run_dir}: a file is in the way; choose another {setting}=<folder>")
+    if (_mark(run_dir) or 0) > _FORMAT:
+        raise UsageError(
+            f"{key}={run_dir} holds a run of a newer release; update sd-lightning, or write {setting}="
+            f"{unused(f'{run_dir}-2')}"
+        )
+    names = [name for name in _entries(run_dir) if not _matches(name, others)]
+    if not names or is_run(run_dir):
+        return
+    shown = [f"{name}/" if (run_dir / name).is_dir() else name for name in names]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    raise UsageError(
+        f"{key}={run_dir} holds what no run of sd_lightning wrote and a run could replace: "
+        f"{', '.join(shown[:_SHOWN])}{more} ({len(shown)} in all); expected a folder that is new, empty or a run's; "
+        f"write {setting}={unused(run_dir / 'run')}"
+    )
+
+
+def delete_written(run_dir: Path) -> None:
+    """Delete the files of an earlier run in its folder; its mark and foreign files stay."""
+    for path in [path for pattern in _WRITTEN for path in run_dir.glob(pattern)]:
+        kept = added_to(path) if path.name == "pipeline" else []
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+        elif not kept:
+            shutil.rmtree(path)
+        else:
+            for part in set(path.iterdir()) - set(kept):
+                shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+    emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers create their folders before they write
+    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
+        with suppress(OSError):  # it is not empty, not there, or a link
+            folder.rmdir()
+
+
+def added_to(pipeline: Path) -> list[Path]:
+    """Return the foreign files in a pipeline's folder, such as a model card."""
+    try:
+        index = dict(read_json(pipeline / "model_index.json"))
+    except (OSError, ValueError, TypeError):
+        return []
+    ours = {"model_index.json", *index}
+    return [path for path in pipeline.iterdir() if path.name not in ours and path.suffix != ".safetensors"]
 
 
 def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough: bool = True) -> Path | None:
@@ -44,10 +265,10 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough
     Raises:
         UsageError: The path holds no valid checkpoint.
     """
-    found = _find_checkpoint(resume, run_dir, who, None if thorough else checkpoint.SMALL_BYTES)
-    if found is not None and not thorough and is_finished(run_dir, checkpoint.step_of(found)):
+    path = _find_checkpoint(resume, run_dir, who, None if thorough else checkpoint.SMALL_BYTES)
+    if path is not None and not thorough and is_finished(run_dir, checkpoint.step_of(path)):
         return _find_checkpoint(resume, run_dir, who, None)
-    return found
+    return path
 
 
 def _find_checkpoint(resume: str, run_dir: Path, who: str, hash_up_to: int | None) -> Path | None:
@@ -63,14 +284,14 @@ def _find_checkpoint(resume: str, run_dir: Path, who: str, hash_up_to: int | Non
                 f"{who}={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run's folder"
             )
         return path
-    if path.suffix == LIGHTNING_SUFFIX:
+    if path.suffix == checkpoint.LIGHTNING_SUFFIX:
         raise UsageError(
             f"{who}={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
         )
-    found = checkpoint.newest_valid(path, hash_up_to=hash_up_to)
-    if found is None:
+    newest = checkpoint.newest_valid(path, hash_up_to=hash_up_to)
+    if newest is None:
         raise UsageError(f"{who}={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
-    return found
+    return newest
 
 
 def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
@@ -91,10 +312,10 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     if not root.exists():
         raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
     newest = checkpoint.newest_valid(root)
-    if newest is None:
+    if newest is None or not (newest / "pipeline").is_dir():  # a module of one's own may have no pipeline
         raise UsageError(
-            f"{who}={path}: neither a finished pipeline nor a valid checkpoint in it; expected a run, a checkpoint or "
-            "a folder with model_index.json"
+            f"{who}={path}: neither a finished pipeline nor a valid checkpoint with one in it; expected a run, a "
+            "checkpoint or a folder with model_index.json"
         )
     return newest / "pipeline"
 
@@ -102,7 +323,7 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 def holds(run_dir: Path, path: Path) -> bool:
     """Return whether a path lies in a run's directory; links are followed, also those of the run's parts."""
     place = path.resolve()
-    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in run_folder.NAMES)))
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in _NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:
@@ -111,46 +332,6 @@ def _newest_after(run_dir: Path, step: int) -> Path | None:
         return None
     newest = checkpoint.newest_valid(run_dir)
     return newest if newest is not None and checkpoint.step_of(newest) > step else None
-
-
-def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Check that ``init_from=`` is a file; it is read later.
-
-    Raises:
-        UsageError: It is not.
-    """
-    if not Path(path).is_file():
-        given = "a folder" if Path(path).is_dir() else "no such file"
-        raise UsageError(
-            f"init_from={path}: {given}; expected the file that Lightning's trainer.save_checkpoint writes in one "
-            "process, or a run, checkpoint or pipeline folder of sd_lightning"
-        )
-
-
-def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
-    """Load the weights, and nothing else, of a plain Lightning checkpoint into the same module.
-
-    Raises:
-        UsageError: The file cannot be read without running code from it, or is of another model.
-    """
-    import torch
-
-    remedy = "expected a checkpoint that Lightning saved of SDLightningModule; save it again, or give a pipeline folder"
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        theirs = {str(name): tuple(value.shape) for name, value in weights.items()}
-    except Exception as error:  # damaged files and refused pickles raise many types
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(f"init_from={path}: cannot be read ({type(error).__name__}: {reason}); {remedy}") from error
-    ours = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    differing = checkpoint.shape_differences(theirs, ours)
-    if differing:
-        raise UsageError(
-            f"init_from={path}: the checkpoint is of another model; {len(differing)} of {len(ours)} tensors differ: "
-            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
-            "module.train_text_encoder of the run that saved it"
-        )
-    module.load_state_dict(weights)
 
 
 def check_output_dir(
@@ -169,7 +350,7 @@ def check_output_dir(
     """
     try:
         _check_apart(run_dir, reads)
-        run_folder.check_ours(run_dir)
+        check_ours(run_dir)
         if not resuming and not overwrite:
             check_unused(run_dir)
         check_writable(run_dir)
@@ -244,7 +425,7 @@ def publish_pipeline(run_dir: Path, newest: Path) -> Path:
     atomic.restore_replaced(run_dir, final.name)
     with atomic.new_folder(final) as tmp:
         atomic.hard_link_tree(newest / "pipeline", tmp)
-        for path in run_folder.added_to(final) if final.is_dir() else ():
+        for path in added_to(final) if final.is_dir() else ():
             if not (tmp / path.name).exists():
                 link = atomic.hard_link_tree if path.is_dir() else atomic.hard_link
                 link(path, tmp / path.name)

@@ -54,7 +54,7 @@ def read_yaml(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-class _PlainLoader(yaml.SafeLoader):
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Without aliases: nine lines of them are a list of a billion entries. We write none."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:

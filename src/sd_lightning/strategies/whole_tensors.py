@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.optimizer_change import optimizer_name
 from sd_lightning.state.ranks import of_all_ranks, rank_and_world_size
 from sd_lightning.state.shards import (
     OptimizerGroups,
@@ -25,6 +24,7 @@ from sd_lightning.state.shards import (
     TrainingState,
     check_same_groups,
     hyper_parameters,
+    optimizer_name,
     tensor_of,
 )
 

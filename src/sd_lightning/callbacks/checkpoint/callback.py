@@ -4,35 +4,75 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint import frozen_weights, opening, restore, trainer_state, writer
-from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
-from sd_lightning.callbacks.checkpoint.rotation import Rotation
-from sd_lightning.callbacks.guards import REMEDY, bad_steps, last_good, stopped_by_signal
+from sd_lightning.callbacks import lightning_loops
+from sd_lightning.callbacks.checkpoint import pipeline, restore, trainer_state, writer
+from sd_lightning.callbacks.checkpoint.optimizer_change import configured_groups
+from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule
+from sd_lightning.callbacks.guards import REMEDY, BadSteps, ReportsLoss, bad_steps, last_good, stopped_by_signal
 from sd_lightning.callbacks.steps import StepCallback, paused
 from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
-from sd_lightning.storage.new_folder import check_place
-from sd_lightning.storage.run_folder import RunFolder
+from sd_lightning.storage.atomic import check_place
+from sd_lightning.storage.runs import RunFolder
 from sd_lightning.strategies import training_state
-from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
 
 
-class PortableCheckpoint(StepCallback, Checkpoint):
-    """Callback for checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
+@dataclass
+class _Rotation:
+    """Checkpoints to keep: the newest, and the last one before non-finite losses.
 
-    A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
-    (float32 weights, optimizer states and average as flat tensors in safetensors) and ``trainer.json``. Nothing in it
-    is ever unpickled. It is complete or absent: see :mod:`sd_lightning.storage.checkpoint`.
+    The latter is kept until all losses from one checkpoint to the next are finite.
+    """
+
+    newest: Path | None = None
+    """The checkpoint that was saved last, or restored."""
+    due: int | None = None
+    """Step of a postponed checkpoint, which is saved after the next finite loss."""
+    before: Path | None = None
+    """The last checkpoint before non-finite losses, while it is kept."""
+    _loss_is_bad: bool = False
+    """Whether any loss since the newest checkpoint was not finite."""
+    _total_bad: int = 0
+    """Number of bad steps of the fit when last told."""
+
+    def after_step(self, bad: BadSteps) -> bool:
+        """Record the bad steps so far, and return whether a postponed checkpoint can be saved now."""
+        self._loss_is_bad |= bad.total > self._total_bad
+        self._total_bad = bad.total
+        if self._loss_is_bad and self.before is None:
+            self.before = self.newest
+        return self.due is not None and not bad.in_a_row
+
+    def put_off(self, step: int) -> None:
+        """Postpone the checkpoint of a step whose loss is not finite."""
+        self.due, self._loss_is_bad = step, True
+
+    def saved(self, path: Path) -> None:
+        """Record a new checkpoint."""
+        if not self._loss_is_bad:
+            self.before = None
+        self.newest, self.due, self._loss_is_bad = path, None, False
+
+
+class PortableCheckpoint(StepCallback, Checkpoint):
+    """Callback for checkpoints of any LightningModule that any strategy and world size can resume.
+
+    A checkpoint holds ``state/`` (float32 weights, optimizer states and average as flat tensors in safetensors) and
+    ``trainer.json``. That of a :class:`~sd_lightning.callbacks.checkpoint.pipeline.PipelineModule` also holds
+    ``pipeline/`` for diffusers (averaged weights if there is an EMA; frozen parts hard-linked); other modules' frozen
+    weights are in no checkpoint. Nothing in it is ever unpickled. It is complete or absent: see
+    :mod:`sd_lightning.storage.checkpoint`. The data have to be ``ResumableData``.
 
     While the loss is not finite no checkpoint is written; one that was due is written after the next finite loss. The
     last checkpoint before such losses is kept until all losses from one checkpoint to the next are finite. Non-finite
@@ -54,7 +94,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             )
         if keep < 1:
             raise UsageError(f"PortableCheckpoint got keep={keep}; expected at least 1, e.g. keep=3")
-        check_place(run_dir, key=opening.KEY)
+        check_place(run_dir, key=writer.KEY)
         self.run_dir = Path(run_dir)
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -64,7 +104,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self.restored: Path | None = None
         """The checkpoint that the last fit resumed."""
         self._record = trainer_state.RunRecord()
-        self._rotation = Rotation()
+        self._rotation = _Rotation()
         self._saved_callbacks: str | None = None
         self._is_later_fit = False
 
@@ -85,29 +125,29 @@ class PortableCheckpoint(StepCallback, Checkpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lock the run's folder, and write the frozen weights before an engine shards or rounds them."""
-        if not isinstance(trainer.strategy.checkpoint_io, CheckpointFolders):
-            trainer.strategy.checkpoint_io = CheckpointFolders(
+        if not isinstance(trainer.strategy.checkpoint_io, restore.CheckpointFolders):
+            trainer.strategy.checkpoint_io = restore.CheckpointFolders(
                 self.run_dir, partial(self._resume_from, trainer), trainer, trainer.strategy.checkpoint_io
             )
         if stage != "fit":
             return
-        module = cast(SDLightningModule, pl_module)
-        datamodule = restore.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = restore.check_can_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self.resume = restore.agree_on_checkpoint(trainer, self.resume)
-        self.check_resume(module, datamodule)
+        self.check_resume(pl_module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0
-        opening.take_folder(trainer, self.folder)
-        if trainer.is_global_zero:
-            self._record.frozen |= frozen_weights.fingerprints(module)
-            frozen_weights.write_frozen_weights(self.run_dir, module)
+        writer.take_folder(trainer, self.folder)
+        if trainer.is_global_zero and isinstance(pl_module, PipelineModule):
+            self._record.frozen |= pipeline.fingerprints(pl_module)
+            pipeline.write_frozen_weights(self.run_dir, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        restore.check_schedulers(trainer)
         self._record.start_clock()
-        self._rotation, self._saved_callbacks = Rotation(), None
+        self._rotation, self._saved_callbacks = _Rotation(), None
         if trainer.is_global_zero:
             datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
             self._record.data = datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
-        self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
+        self._record.configured = configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         typed_json.dumps(trainer_state.callback_states(trainer))  # an unsavable state raises now, not after hours
         if not trainer.strategy.restore_checkpoint_after_setup:
@@ -121,8 +161,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        # On resume, Lightning skips a validation that was due at the checkpoint, but counts a logger step for it.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        lightning_loops.set_logged_step(trainer)
 
     def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
@@ -169,17 +208,17 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         Raises:
             UsageError: The disk is full on some rank, or weights are not finite; the last good checkpoint remains.
         """
-        module = cast(SDLightningModule, pl_module)
         with paused(trainer, "saving"):
             loss = self.loss
-            if module.last_loss is not None:  # the mean is finite only if the loss of each rank is
-                loss = float(trainer.strategy.reduce(module.last_loss.clone(), reduce_op="mean"))
+            last_loss = pl_module.last_loss if isinstance(pl_module, ReportsLoss) else None
+            if last_loss is not None:  # the mean is finite only if the loss of each rank is
+                loss = float(trainer.strategy.reduce(last_loss.clone(), reduce_op="mean"))
             if bad_steps(trainer, latest=True).in_a_row or not math.isfinite(loss or 0.0):
                 self._rotation.put_off(trainer.global_step)
                 log.warning("step %d: no checkpoint is saved while the loss is not finite", trainer.global_step)
                 return None
             self._record.loss = loss
-            saved = writer.write_checkpoint(trainer, module, self.run_dir, self._record)
+            saved = writer.write_checkpoint(trainer, pl_module, self.run_dir, self._record)
             self._saved_callbacks = typed_json.dumps(trainer_state.callback_states(trainer))
             self._rotation.saved(saved)
             if trainer.is_global_zero:
@@ -208,12 +247,11 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         goes_on = self._is_later_fit
         if not goes_on and start is not None:  # a Lightning file does not name its run
             goes_on = runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
-        opening.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
+        writer.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
         has_frozen = self.restored is not None and runs.holds(self.run_dir, self.restored)
-        module = cast(SDLightningModule, pl_module)
-        opening.prepare_folder(trainer, module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
+        writer.prepare_folder(trainer, pl_module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
 
-    def check_resume(self, pl_module: SDLightningModule, datamodule: ResumableData) -> None:
+    def check_resume(self, pl_module: pl.LightningModule, datamodule: ResumableData) -> None:
         """Compare the checkpoint to resume, if any, with the run before it starts.
 
         Raises:
@@ -222,7 +260,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if self.resume is not None:
             saved = trainer_state.read_trainer_state(self.resume)
             restore.check_same_run(saved, pl_module, datamodule.batch_size, self.resume)
-            frozen_weights.check_same_frozen(saved, frozen_weights.fingerprints(pl_module), self.resume)
+            if isinstance(pl_module, PipelineModule):
+                pipeline.check_same_frozen(saved, pl_module, self.resume)
 
     def check_data(self, datamodule: pl.LightningDataModule) -> None:
         """Compare the training set with that of the checkpoint to resume, if any, before the run starts.
@@ -242,6 +281,6 @@ class PortableCheckpoint(StepCallback, Checkpoint):
     def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the checkpoint ``resume``, if given, before the first step; only the first ``fit`` restores it."""
         if self.resume is not None:
-            restore.restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
+            restore.restore(trainer, pl_module, self.resume, self._record)
             self._rotation.newest = self.restored = self.resume
             self.resume = None

@@ -1,23 +1,161 @@
-"""The pipeline in a checkpoint: trained weights streamed from the state just written, the rest hard-linked."""
+"""What a checkpoint holds of a latent-diffusion model, beside the state that it has of any LightningModule.
+
+In ``pipeline/`` trained weights are streamed from the state just written; the rest is hard-linked to the run's folder:
+``frozen/`` has the parts that are not trained, ``frozen-weights/`` the weights within trained networks that are not.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.adapters.lora import adapted_weights, is_adapter, merge, plain_names
+from sd_lightning.models.adapters.lora import Lora, adapted_weights, is_adapter, merge, plain_names
+from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import file_keys, weights_file
-from sd_lightning.storage import atomic
+from sd_lightning.storage import atomic, checkpoint
+from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.storage.safetensors_file import bytes_of
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
-from sd_lightning.training.module import SDLightningModule
+from sd_lightning.strategies.base import is_whole
+
+_SAMPLE = 64
+"""Number of values of each frozen weight to compare; another model differs in nearly all of them."""
+
+
+class AdaptedModel(Protocol):
+    """What says which weights are trained, and what they mean: a module, or the specification of a run."""
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters that are trained in place of the networks' weights."""
+
+    @property
+    def learned_token(self) -> LearnedToken | None:
+        """A word whose embedding is trained."""
+
+
+@runtime_checkable
+class PipelineModule(AdaptedModel, Protocol):
+    """A LightningModule whose checkpoints hold a pipeline, such as ``SDLightningModule``."""
+
+    latent_diffusion: LatentDiffusion
+    seed: int
+    """Seed of noise, timesteps and dropout; a run resumes with the same."""
+
+    def trained_networks(self) -> dict[str, nn.Module]:
+        """Return the networks with trained weights, by name."""
+
+
+def trained_parts(model: AdaptedModel) -> dict[str, Any]:
+    """Return the settings that define the meaning of trained weights, by configuration key.
+
+    Names and shapes do not show them: adapters with another alpha have the same shapes, but another effect.
+    Dropout is left out; like the learning rate, it may change.
+    """
+    lora, learned_token = model.lora, model.learned_token
+    parts: dict[str, Any] = {"trainable": "full" if lora is None else "lora"}
+    if lora is not None:
+        parts["lora.rank"] = lora.rank
+        parts["lora.alpha"] = lora.effective_alpha
+        parts["lora.target_modules"] = sorted(lora.target_modules)
+        parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
+    parts["learn_token"] = learned_token is not None
+    if learned_token is not None:
+        parts["placeholder_token"] = learned_token.placeholder_token
+    return parts
+
+
+def check_same_parts(saved: Mapping[str, Any], model: AdaptedModel, path: Path) -> None:
+    """Check that the settings of a checkpoint's run equal those of the run that resumes it.
+
+    Args:
+        saved: The checkpoint's ``trainer.json``.
+        model: What the run trains.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: They differ; the message names the first.
+    """
+    ours = trained_parts(model)
+    for key, value in saved["trained_parts"].items():
+        if ours.get(key) != value:
+            raise UsageError(
+                f"resume={path}: {key}={_written(ours.get(key))}, but the checkpoint's run used {key}="
+                f"{_written(value)}, which its weights are trained for; write {key}={_written(value)}, or start a new "
+                "run from its pipeline with init_from="
+            )
+
+
+def _written(value: Any) -> str:
+    """Format a setting as on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def fingerprints(module: PipelineModule) -> dict[str, str]:
+    """Return a digest of the first values of each frozen weight, by network.
+
+    Networks that are sharded or not in float32 are left out.
+    """
+    model, trained = module.latent_diffusion, module.trained_networks()
+    digests = {}
+    for name, network in model.networks.items():
+        weights = {k: p for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
+        if not weights or not all(is_whole(w) and w.dtype == torch.float32 for w in weights.values()):
+            continue
+        deferred = model.deferred.get(name)
+        digest = hashlib.sha256()
+        for key, weight in weights.items():
+            digest.update(bytes_of(_first_values(key, weight.detach(), deferred)))
+        if deferred is not None:
+            deferred.close()
+        digests[name] = digest.hexdigest()
+    return digests
+
+
+def _first_values(key: str, weight: Tensor, deferred: DeferredWeights | None) -> Tensor:
+    count = min(_SAMPLE, weight.numel())
+    if weight.is_meta and deferred is not None:
+        values = torch.empty(count)
+        deferred.read(key, values, 0, count)
+        return values
+    rows = weight[: -(-count * weight.shape[0] // weight.numel())] if weight.dim() else weight
+    return rows.contiguous().reshape(-1)[:count].cpu()
+
+
+def check_same_frozen(saved: Mapping[str, Any], module: PipelineModule, path: Path) -> None:
+    """Check that the frozen weights are those of the checkpoint's run.
+
+    Args:
+        saved: The checkpoint's ``trainer.json``.
+        module: Module of the run.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: They differ.
+    """
+    ours, theirs = fingerprints(module), saved["frozen"]
+    differing = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
+    if differing:
+        raise UsageError(
+            f"resume={path}: the frozen weights of {', '.join(differing)} are not those that the checkpoint's run "
+            "began with, and a checkpoint restores only what is trained; give the model.pretrained= that stands in "
+            "that run's config.yaml"
+        )
 
 
 def frozen_weights_file(run_dir: Path, name: str) -> Path:
@@ -25,7 +163,38 @@ def frozen_weights_file(run_dir: Path, name: str) -> Path:
     return run_dir / "frozen-weights" / f"{name}.safetensors"
 
 
-def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, averaged: bool) -> dict[str, str]:
+def write_frozen_weights(run_dir: Path, module: PipelineModule) -> None:
+    """Write the frozen weights of each trained network in float32, before an engine shards or rounds them.
+
+    Deferred weights are copied from their files in slices.
+
+    Raises:
+        UsageError: The disk is full.
+    """
+    for name, network in module.trained_networks().items():
+        frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
+        if not frozen or not all(is_whole(weight) for weight in frozen.values()):
+            continue
+        deferred = module.latent_diffusion.deferred.get(name)
+        path = frozen_weights_file(run_dir, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        closed: AbstractContextManager[object] = nullcontext() if deferred is None else closing(deferred)
+        with closed, checkpoint.naming_full_disk(run_dir, 0), atomic.new_file(path) as part:
+            tensors = {key: _frozen_tensor(key, weight, deferred) for key, weight in frozen.items()}
+            write_streamed(part, tensors, dtype=torch.float32)
+
+
+def _frozen_tensor(key: str, weight: Tensor, deferred: DeferredWeights | None) -> StreamedTensor:
+    return deferred.streamed(key) if weight.is_meta and deferred is not None else StreamedTensor.of(weight)
+
+
+def write_frozen_parts(run_dir: Path, module: PipelineModule) -> None:
+    """Save the pipeline without the trained networks' weights; all checkpoints of the run share it."""
+    with checkpoint.naming_full_disk(run_dir, 0), atomic.new_folder(run_dir / "frozen") as tmp:
+        module.latent_diffusion.save_pretrained(tmp, skip=tuple(module.trained_networks()))
+
+
+def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged: bool) -> dict[str, str]:
     """Write ``pipeline/`` of a checkpoint whose ``state/`` is complete.
 
     Args:
@@ -84,9 +253,8 @@ class _Weights:
         self._prefix = f"{'ema' if averaged else 'master'}/{name}."
         frozen = frozen_weights_file(run_dir, name)
         self._frozen = load_file(frozen) if frozen.exists() else {}  # memory-mapped
-        self.state: Mapping[str, Tensor] = network.state_dict(
-            keep_vars=True
-        )  # names and shapes of what Gemini has in chunks
+        # Names and shapes of what Gemini has in chunks.
+        self.state: Mapping[str, Tensor] = network.state_dict(keep_vars=True)
 
     def is_trained(self, key: str) -> bool:
         return self._prefix + key in self._store

@@ -1,34 +1,44 @@
-"""Restoring of a run from a checkpoint, after checks that the checkpoint fits the run."""
+"""Restoring of a run from a checkpoint, after checks that the checkpoint fits the run.
+
+A checkpoint comes from ``PortableCheckpoint(resume=…)``, or as ``ckpt_path`` of ``trainer.fit``, ``validate`` and
+``test``, which :class:`CheckpointFolders` loads.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks import lightning_loops
 from sd_lightning.callbacks.checkpoint import trainer_state
-from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
+from sd_lightning.callbacks.checkpoint.optimizer_change import adopt_settings, keep_states
+from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule, check_same_parts
 from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.callbacks.ema import ema_of
+from sd_lightning.callbacks.steps import callbacks_of
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change
 from sd_lightning.data.order import check_version
-from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.state.ranks import on_rank_zero
-from sd_lightning.state.shards import SavedParameter, TrainingState
-from sd_lightning.storage import checkpoint
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import SavedParameter
+from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
-from sd_lightning.strategies.base import whole_shape
-from sd_lightning.training.module import SDLightningModule
+from sd_lightning.strategies.base import is_whole, whole_shape
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +64,7 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
     return path
 
 
-def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size: int, path: Path) -> None:
+def check_same_run(saved: dict[str, Any], module: pl.LightningModule, batch_size: int, path: Path) -> None:
     """Check that a checkpoint fits the run that resumes it.
 
     Args:
@@ -66,8 +76,9 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
     Raises:
         UsageError: The checkpoint has another model, batch size, seed or adapters, or an unknown order.
     """
+    seed = module.seed if isinstance(module, PipelineModule) else None
     # The data would not continue where they stopped.
-    for name, ours, key in (("data.batch_size", batch_size, "batch_size"), ("seed", module.seed, "seed")):
+    for name, ours, key in (("data.batch_size", batch_size, "batch_size"), ("seed", seed, "seed")):
         theirs = saved["position"][key]
         if ours != theirs:
             raise UsageError(
@@ -75,24 +86,45 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
                 "or start a new run from its weights with init_from="
             )
     check_version(saved["position"]["order_version"])
-    trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
+    if isinstance(module, PipelineModule):
+        check_same_parts(saved, module, path)
     shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)
 
 
-def check_datamodule(datamodule: object) -> ResumableData:
-    """Return the trainer's datamodule, checked to be :class:`ResumableData`.
+def check_can_resume(module: pl.LightningModule, datamodule: object) -> ResumableData:
+    """Return the trainer's datamodule, after a check that a checkpoint of the run can be resumed exactly.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The datamodule is not :class:`ResumableData`, or the module steps its optimizers itself.
     """
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"PortableCheckpoint got {type(module).__name__} with automatic_optimization=False, whose steps Lightning "
+            "does not count as batches; expected automatic optimization; save with Lightning's ModelCheckpoint"
+        )
     if isinstance(datamodule, ResumableData):
         return datamodule
-    given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+    kind = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
     raise UsageError(
-        f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
-        "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
+        f"PortableCheckpoint got {kind}; expected an SDDataModule, or other ResumableData, whose sampler says where a "
+        "run stands and goes on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
     )
+
+
+def check_schedulers(trainer: pl.Trainer) -> None:
+    """Raise if a scheduler steps after the checkpoint of its step.
+
+    Raises:
+        UsageError: Lightning steps one by a metric, after all callbacks.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            raise UsageError(
+                f"PortableCheckpoint got {type(config.scheduler).__name__}, which Lightning steps after checkpoints "
+                'are saved; expected "reduce_on_plateau": False beside it in configure_optimizers(), and a module that '
+                "passes it the metric in lr_scheduler_step()"
+            )
 
 
 def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
@@ -107,7 +139,7 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
         UsageError: The checkpoint is in the middle of an epoch whose samples have changed, or other samples are held
             out.
     """
-    if saved.get("data") is None or not isinstance(datamodule, ComparableData):
+    if saved["data"] is None or not isinstance(datamodule, ComparableData):
         return None
     change = datamodule.change_since(saved["data"])
     if change is not None and change.mixes and datamodule.changed != "accept":
@@ -139,11 +171,11 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
 
     def look() -> tuple[Change | None, dict[str, str]]:
         change = compare_data(datamodule, saved, path)
-        bad = saved.get("bad_samples", {})
+        bad = saved["bad_samples"]
         return change, datamodule.bad.still_bad(bad) if isinstance(datamodule, CountedData) else {}
 
     change, bad = on_rank_zero(look)
-    if saved.get("data") is None:
+    if saved["data"] is None and isinstance(datamodule, ComparableData):
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:
         log.warning("resume=%s: the training set has changed since: %s", path, change.description)
@@ -155,7 +187,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     return position
 
 
-def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: trainer_state.RunRecord) -> None:
+def restore(trainer: pl.Trainer, module: pl.LightningModule, path: Path, record: trainer_state.RunRecord) -> None:
     """Restore a run from a checkpoint before its first step; a collective call.
 
     Args:
@@ -171,54 +203,47 @@ def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: 
     check_same_run(saved, module, trainer.datamodule.batch_size, path)  # type: ignore[attr-defined]
     position = go_on_with_data(trainer, saved, path)
     state = training_state(trainer)
-    told = keep_states(saved, state.optimizer_names(), record.configured)
-    if told:
-        log.warning("resume=%s: %s", path, told)
-    _adopt_settings(saved, record, path)
-    _load_state(trainer, state, saved, path)
+    optimizer_change = keep_states(saved, state.optimizer_names(), record.configured)
+    if optimizer_change:
+        log.warning("resume=%s: %s", path, optimizer_change)
+    new_settings = adopt_settings(saved, record.configured)
+    if new_settings:
+        log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, new_settings)
+    parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
+    with ShardedTensors(path / "state") as store:
+        state.load(parameters, saved["optimizer_groups"], partial(_read, store))
+        _load_buffers(module, store)
+        _load_average(trainer, store, path)
     _load_schedulers(trainer, saved["schedulers"], path)
     with _loading(trainer.precision_plugin, path):
         trainer.precision_plugin.load_state_dict(saved["precision"])
     _load_callbacks(trainer, saved["callbacks"], path)
-    record.train_seconds = saved["train_seconds"]
-    record.loss = saved.get("loss")  # checkpoints of an earlier release have none
-    restore_position(trainer, position)
+    record.train_seconds, record.loss = saved["train_seconds"], saved["loss"]
+    data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
+    data.resume(position.epoch, position.steps_in_epoch)
+    lightning_loops.set_position(trainer, position.epoch, position.steps_in_epoch, position.optimizer_steps)
     log.info("resumed %s at step %d", path, position.optimizer_steps)
 
 
-def _adopt_settings(saved: dict[str, Any], record: trainer_state.RunRecord, path: Path) -> None:
-    """Replace optimizer settings of the checkpoint with those of this run where they differ."""
-    changes = trainer_state.adopt_settings(saved, record.configured)
-    if changes and "configured_groups" in saved:
-        log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, changes)
-    elif changes:
-        log.warning(
-            "resume=%s: an earlier release saved no optimizer settings, so these of its groups stay as they were "
-            "and not as given: %s; start a new run from its weights with init_from= to change them",
-            path,
-            changes,
-        )
+def _read(store: ShardedTensors, kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+    store.read_into(f"{kind}/{name}", out, begin, end)
 
 
-def _load_state(trainer: pl.Trainer, state: TrainingState, saved: dict[str, Any], path: Path) -> None:
-    """Load weights, optimizer states and the average."""
-    shards = state.parameter_shards()
-    parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
-    with ShardedTensors(path / "state") as store:
+def _load_buffers(module: pl.LightningModule, store: ShardedTensors) -> None:
+    for name, buffer in trainer_state.buffers_of(module).items():
+        store.read_into(f"buffer/{name}", buffer)
 
-        def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
-            store.read_into(f"{kind}/{name}", out, begin, end)
 
-        state.load(parameters, saved["optimizer_groups"], read)
-        ema = ema_of(trainer)
-        if ema is None:
-            return
-        if all(f"ema/{shard.name}" in store for shard in shards):
-            for (name, begin), average in ema.shadow.items():
-                read("ema", name, average, begin, begin + average.numel())
-        else:
-            ema.restart()
-            log.warning("%s has no EMA; the average starts at its weights", path)
+def _load_average(trainer: pl.Trainer, store: ShardedTensors, path: Path) -> None:
+    ema = ema_of(trainer)
+    if ema is None:
+        return
+    if all(f"ema/{name}" in store for name, _ in ema.shadow):
+        for (name, begin), average in ema.shadow.items():
+            store.read_into(f"ema/{name}", average, begin, begin + average.numel())
+    else:
+        ema.restart()
+        log.warning("%s has no EMA; the average starts at its weights", path)
 
 
 def _load_schedulers(trainer: pl.Trainer, schedulers: list[dict[str, Any]], path: Path) -> None:
@@ -231,7 +256,7 @@ def _load_schedulers(trainer: pl.Trainer, schedulers: list[dict[str, Any]], path
         )
     for config, scheduler in zip(configs, schedulers):
         with _loading(config.scheduler, path):
-            load_scheduler_state(config.scheduler, scheduler)
+            trainer_state.load_scheduler_state(config.scheduler, scheduler)
 
 
 @contextmanager
@@ -249,7 +274,7 @@ def _loading(part: object, path: Path) -> Iterator[None]:
 
 
 def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> None:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer, pl.Callback)
     for callback in callbacks:
         if callback.state_key in saved:
             with _loading(callback, path):
@@ -259,32 +284,81 @@ def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> N
         log.warning("resume=%s: no callback takes the state of %s", path, ", ".join(sorted(unused)))
 
 
-def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
-    """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
-    data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
-    data.resume(position.epoch, position.steps_in_epoch)
-    batches = position.steps_in_epoch * trainer.accumulate_grad_batches
-    total = position.optimizer_steps * trainer.accumulate_grad_batches
-    # Lightning counts an epoch as started in its middle, but not at its beginning.
-    started = position.epoch + (1 if position.steps_in_epoch else 0)
-    loop = trainer.fit_loop
-    state = loop.state_dict()
-    state["epoch_progress"] = {
-        scope: {"ready": started, "started": started, "processed": position.epoch, "completed": position.epoch}
-        for scope in ("total", "current")
-    }
-    state["epoch_loop.batch_progress"] = {
-        "total": dict.fromkeys(("ready", "started", "processed", "completed"), total),
-        "current": dict.fromkeys(("ready", "started", "processed", "completed"), batches),
-        "is_last_batch": False,
-    }
-    steps = {"total": position.optimizer_steps, "current": position.steps_in_epoch}
-    state["epoch_loop.automatic_optimization.optim_progress"] = {
-        "optimizer": {
-            "step": {scope: {"ready": n, "completed": n} for scope, n in steps.items()},
-            "zero_grad": {scope: {"ready": n, "started": n, "completed": n} for scope, n in steps.items()},
+class CheckpointFolders(CheckpointIO):
+    """``CheckpointIO`` that loads portable checkpoint folders besides Lightning's own files.
+
+    Lightning expects a dictionary from ``CheckpointIO`` and restores its entries. For a folder this class restores the
+    state itself, in the engine's layout, and returns a dictionary that changes nothing.
+
+    Args:
+        run_dir: Directory of the run.
+        resume: Called with the checkpoint that ``fit`` starts from.
+        trainer: The trainer.
+        files: Reads and writes Lightning's files.
+    """
+
+    def __init__(self, run_dir: Path, resume: Callable[[Path], None], trainer: pl.Trainer, files: CheckpointIO) -> None:
+        self._run_dir = run_dir
+        self._resume = resume
+        self._trainer = trainer
+        self._files = files
+
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restore a portable checkpoint folder, or load a Lightning file.
+
+        Raises:
+            UsageError: The folder holds no valid checkpoint, or one of another model.
+        """
+        if not checkpoint.is_portable(path):
+            return self._files.load_checkpoint(path, map_location, weights_only)
+        trainer = self._trainer
+        folder = on_rank_zero(lambda: runs.find_checkpoint(str(path), self._run_dir, who="ckpt_path"))
+        assert folder is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._resume(folder)
+        else:
+            load_weights(folder, trainer.lightning_module)
+        unchanged = trainer.lightning_module.state_dict() if trainer.strategy.lightning_restore_optimizer else {}
+        return {
+            "pytorch-lightning_version": pl.__version__,
+            "state_dict": unchanged,
+            "optimizer_states": [],
+            "lr_schedulers": [],
         }
-    }
-    state["epoch_loop.scheduler_progress"] = {scope: {"ready": n, "completed": n} for scope, n in steps.items()}
-    state["epoch_loop.state_dict"] = {"_batches_that_stepped": position.optimizer_steps}
-    loop.load_state_dict(state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self._files.save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        self._files.remove_checkpoint(path)
+
+    @override
+    def teardown(self) -> None:
+        self._files.teardown()
+
+
+def load_weights(path: Path, module: pl.LightningModule) -> None:
+    """Load a checkpoint's average, or its weights if it has none, into a module's trained parameters.
+
+    Raises:
+        UsageError: The checkpoint is of another model, or the parameters are already sharded.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not all(is_whole(parameter) for parameter in parameters.values()):
+        raise UsageError(
+            f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
+            f"('{path}/pipeline')"
+        )
+    saved = trainer_state.read_trainer_state(path)["parameters"]
+    trainer_state.check_same_model(saved, {name: tuple(p.shape) for name, p in parameters.items()}, path)
+    with ShardedTensors(path / "state") as store:
+
+        def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+            _read(store, "ema" if f"ema/{name}" in store else kind, name, out, begin, end)
+
+        known = {name: SavedParameter(**entry) for name, entry in saved.items()}
+        ReplicatedState(parameters, ()).load(known, None, read)
+        _load_buffers(module, store)

@@ -1,39 +1,36 @@
-"""A checkpoint's ``trainer.json``: content, reading, and comparison with the run that resumes."""
+"""A checkpoint's ``trainer.json``: its content, and how it is read."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
+import types
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.scheduler_state import (
-    GROUP_RATES,
-    STATE_RATES,
-    scale_rates,
-    scale_scheduler,
-    scheduler_state,
-)
+from sd_lightning.callbacks.checkpoint.optimizer_change import GROUP_RATES, STATE_RATES
+from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule, trained_parts
+from sd_lightning.callbacks.steps import callbacks_of
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.state.shards import OptimizerGroups
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
 
-if TYPE_CHECKING:
-    from sd_lightning.models.adapters.learned_token import LearnedToken
-    from sd_lightning.models.adapters.lora import Lora
-    from sd_lightning.training.module import SDLightningModule
-
 FORMAT = 2
-"""Version of ``trainer.json``. The first recorded no version of the order of samples."""
+"""Version of ``trainer.json``."""
 _TOO_LARGE = 2**63
 """No run counts so far."""
+_LISTS = ("optimizers", "optimizer_groups", "configured_groups", "schedulers")
 _RATES = float | int | Tensor | None
 """Types of a learning rate: a tensor where CUDA graphs read it, None where the optimizer chooses it."""
 
@@ -51,7 +48,8 @@ class RunPosition:
     batch_size: int
     """Global batch size."""
     samples_per_epoch: int
-    seed: int
+    seed: int | None
+    """Seed of what the module draws; None if it has none of its own."""
     order_version: int
     """Version of the order of the epochs."""
 
@@ -61,7 +59,7 @@ class RunPosition:
         data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
         sampler = data.train_sampler
         assert sampler is not None
-        steps = trainer.global_step
+        module, steps = trainer.lightning_module, trainer.global_step
         # Not from the total of batches: a fit that ends in the middle of an epoch skips the rest of it.
         epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if done >= min(len(sampler), trainer.num_training_batches):  # trainer.limit_train_batches ends epochs early
@@ -73,7 +71,7 @@ class RunPosition:
             steps_in_epoch=done // trainer.accumulate_grad_batches,
             batch_size=data.batch_size,
             samples_per_epoch=sampler.order.samples_per_epoch,
-            seed=cast("SDLightningModule", trainer.lightning_module).seed,
+            seed=module.seed if isinstance(module, PipelineModule) else None,
             order_version=ORDER_VERSION,
         )
 
@@ -106,7 +104,7 @@ class RunRecord:
         return self.train_seconds
 
     def trainer_state(
-        self, trainer: pl.Trainer, module: SDLightningModule, parameters: dict[str, Any], bad_samples: dict[str, str]
+        self, trainer: pl.Trainer, module: pl.LightningModule, parameters: dict[str, Any], bad_samples: dict[str, str]
     ) -> dict[str, Any]:
         """Return the content of ``trainer.json``.
 
@@ -124,7 +122,7 @@ class RunRecord:
             "bad_samples": bad_samples,
             "train_seconds": self.read_clock(),
             "loss": self.loss,
-            "trained_parts": trained_parts(module.lora, module.learned_token),
+            "trained_parts": trained_parts(module) if isinstance(module, PipelineModule) else {},
             "frozen": self.frozen,
             "parameters": parameters,
             "optimizers": state.optimizer_names(),
@@ -138,8 +136,22 @@ class RunRecord:
 
 def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the non-empty states of the trainer's callbacks."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return {c.state_key: state for c in callbacks if (state := c.state_dict())}
+    return {each.state_key: state for each in callbacks_of(trainer, pl.Callback) if (state := each.state_dict())}
+
+
+def buffers_of(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Return the persistent buffers that a checkpoint holds, such as the running means of normalization layers.
+
+    Those of a :class:`PipelineModule` are constants, which its pipeline holds.
+    """
+    if isinstance(module, PipelineModule):
+        return {}
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
@@ -154,9 +166,8 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
     if not isinstance(saved, dict):
         raise UsageError(f"{path / 'trainer.json'}: holds no state of a run; give another checkpoint")
-    given = saved.get("format")
-    if given not in (1, FORMAT):
-        raise UsageError(f"{path}: checkpoint format {given}; expected 1 or {FORMAT}; update sd-lightning")
+    if saved.get("format") != FORMAT:
+        raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {FORMAT}; update sd-lightning")
     problem = _problem(saved)
     if problem is not None:
         raise UsageError(f"{path / 'trainer.json'}: {problem} is not what a run saves there; give another checkpoint")
@@ -174,16 +185,17 @@ def _problem(saved: dict[str, Any]) -> str | None:
 
 def _places(saved: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield what is read from a state: places, values and their types. A value is checked before its parts come."""
-    yield from ((key, saved.get(key), dict) for key in ("position", "parameters", "precision", "callbacks"))
-    yield from ((key, saved.get(key), list) for key in ("optimizer_groups", "schedulers"))
+    mappings = ("position", "parameters", "precision", "callbacks", "bad_samples", "trained_parts", "frozen")
+    yield from ((key, saved.get(key), dict) for key in mappings)
+    yield from ((key, saved.get(key), list) for key in _LISTS)
     yield "train_seconds", saved.get("train_seconds"), float | int
-    optional: dict[str, type] = dict.fromkeys(("data", "bad_samples", "trained_parts", "frozen"), dict)
-    optional |= {"optimizers": list, "configured_groups": list}
-    yield from ((key, saved[key], kind) for key, kind in optional.items() if saved.get(key) is not None)
-    yield from ((f"optimizers[{n}]", name, str) for n, name in enumerate(saved.get("optimizers") or []))
-    known = {each.name: each.default is MISSING for each in fields(RunPosition)}
-    for key in {key for key, is_needed in known.items() if is_needed} | saved["position"].keys():
-        yield f"position.{key}", saved["position"].get(key) if key in known else None, int
+    yield "data", saved.get("data"), dict | None
+    yield "loss", saved.get("loss"), float | int | None
+    yield from ((f"optimizers[{n}]", name, str) for n, name in enumerate(saved["optimizers"]))
+    known = {each.name for each in fields(RunPosition)}
+    for key in known | saved["position"].keys():
+        kind = int | None if key == "seed" else int
+        yield f"position.{key}", saved["position"].get(key) if key in known else "", kind
     for name, entry in saved["parameters"].items():
         place = f"parameters.{name}"
         yield place, entry, dict
@@ -194,17 +206,16 @@ def _places(saved: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield f"{place}.{key}", shape, list | tuple
             yield from ((f"{place}.{key}", side, int) for side in shape)
     for key in ("optimizer_groups", "configured_groups"):
-        for number, groups in enumerate(saved.get(key) or []):
+        for number, groups in enumerate(saved[key]):
             yield f"{key}[{number}]", groups, list
             yield from _places_of_groups(f"{key}[{number}]", groups)
             for n, group in enumerate(groups if key == "optimizer_groups" else []):
                 yield f"{key}[{number}][{n}].params", group.get("params"), list
                 yield from ((f"{key}[{number}][{n}].params", name, str) for name in group["params"])
     counts = [len(groups) for groups in saved["optimizer_groups"]]
-    if saved.get("optimizers") and len(saved["optimizers"]) != len(counts):
-        yield "optimizers", None, list
-    if saved.get("configured_groups") and [len(groups) for groups in saved["configured_groups"]] != counts:
-        yield "configured_groups", None, list
+    yield "optimizers", saved["optimizers"] if len(saved["optimizers"]) == len(counts) else None, list
+    is_same = [len(groups) for groups in saved["configured_groups"]] == counts
+    yield "configured_groups", saved["configured_groups"] if is_same else None, list
     for number, scheduler in enumerate(saved["schedulers"]):
         place = f"schedulers[{number}]"
         yield place, scheduler, dict
@@ -245,112 +256,56 @@ def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...
         )
 
 
-def trained_parts(lora: Lora | None, learned_token: LearnedToken | None) -> dict[str, Any]:
-    """Return the settings that define the meaning of trained weights, by configuration key.
+# Keys that schedulers set in parameter groups. Several schedulers compute the next value from the current one, so
+# these values belong to their state.
+_GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum")
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref)
 
-    Names and shapes do not show them: adapters with another alpha have the same shapes, but another effect.
-    Dropout is left out; like the learning rate, it may change.
+
+def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Return a scheduler's state for ``typed_json``, with the values it has set in the optimizer's groups.
+
+    Functions (``LambdaLR``'s lambdas, ``CyclicLR``'s scale function) are left out: the resumed run builds them from
+    the same configuration. Callable objects keep their attributes, as in torch.
     """
-    parts: dict[str, Any] = {"trainable": "full" if lora is None else "lora"}
-    if lora is not None:
-        parts["lora.rank"] = lora.rank
-        parts["lora.alpha"] = lora.effective_alpha
-        parts["lora.target_modules"] = sorted(lora.target_modules)
-        parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
-    parts["learn_token"] = learned_token is not None
-    if learned_token is not None:
-        parts["placeholder_token"] = learned_token.placeholder_token
-    return parts
+    groups = [{key: group[key] for key in _GROUP_KEYS if key in group} for group in scheduler.optimizer.param_groups]
+    state = _without_functions(scheduler.state_dict())
+    return copy.deepcopy({"type": type(scheduler).__name__, "state": state, "groups": groups})
 
 
-def check_same_parts(saved: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    """Check that the settings of a checkpoint's run equal those of the run that resumes it.
+def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Load a saved state into a scheduler that is built as in the saved run.
 
-    Args:
-        saved: The checkpoint's ``trainer.json``; one of an earlier release has no such settings to compare.
-        ours: From :func:`trained_parts`.
-        path: The checkpoint.
+    Also sets learning rate and momentum in the optimizer's groups: load the optimizer's own state, if it holds
+    groups, before.
 
     Raises:
-        UsageError: They differ; the message names the first.
+        UsageError: The scheduler is of another class or its optimizer has another number of groups.
     """
-    theirs = saved.get("trained_parts", ours)
-    for key, value in theirs.items():
-        if ours.get(key) != value:
-            raise UsageError(
-                f"resume={path}: {key}={_written(ours.get(key))}, but the checkpoint's run used {key}="
-                f"{_written(value)}, which its weights are trained for; write {key}={_written(value)}, or start a new "
-                "run from its pipeline with init_from="
-            )
+    kind = type(scheduler).__name__
+    if state["type"] != kind:
+        raise UsageError(
+            f"The checkpoint holds the state of {state['type']}, but the run has {kind}; "
+            "resume with the same scheduler, or start a new run with init_from=."
+        )
+    groups = scheduler.optimizer.param_groups
+    if len(state["groups"]) != len(groups):
+        raise UsageError(
+            f"The checkpoint's {kind} had {len(state['groups'])} parameter groups, the optimizer has {len(groups)}; "
+            "resume with the same groups, or start a new run with init_from=."
+        )
+    scheduler.load_state_dict(copy.deepcopy(state["state"]))
+    for group, saved in zip(groups, state["groups"], strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # captured CUDA graphs read this tensor
+            else:
+                group[key] = copy.deepcopy(value)
 
 
-_SCHEDULED = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-
-
-def configured_groups(groups: OptimizerGroups) -> OptimizerGroups:
-    """Return optimizer groups as configured, from ``TrainingState.optimizer_groups`` before the first step.
-
-    If a scheduler has already set ``lr``, ``initial_lr`` is the configured rate.
-    """
-    return [
-        [
-            {key: value for key, value in group.items() if key not in _SCHEDULED}
-            | {"lr": group.get("initial_lr", group.get("lr"))}
-            for group in optimizer
-        ]
-        for optimizer in groups
-    ]
-
-
-def adopt_settings(saved: dict[str, Any], configured: OptimizerGroups) -> str:
-    """Write the optimizer settings that a resumed run has changed into the saved groups and schedules.
-
-    Unchanged settings stay as saved, bit for bit. A new learning rate rescales the current, scheduled one.
-
-    Args:
-        saved: The checkpoint's ``trainer.json``, which is changed.
-        configured: From :func:`configured_groups`, of the run that resumes.
-
-    Returns:
-        The differences, such as ``lr 0.001 -> 1e-05``. A checkpoint of an earlier release, without configured groups,
-        is not changed.
-    """
-    groups = saved["optimizer_groups"]
-    theirs = saved.get("configured_groups") or configured_groups(groups)
-    changes: dict[str, None] = {}
-    for optimizer, (ours, old) in enumerate(zip(configured, theirs)):
-        for number, (new, before) in enumerate(zip(ours, old)):
-            for key in (k for k in new if k in before and not _equal(new[k], before[k])):
-                changes[f"{key} {before[key]} -> {new[key]}"] = None
-                if "configured_groups" in saved:
-                    _adopt(saved, (optimizer, number), key, before[key], new[key])
-    return ", ".join(changes)
-
-
-def _adopt(saved: dict[str, Any], where: tuple[int, int], key: str, old: Any, new: Any) -> None:
-    optimizer, number = where
-    group = saved["optimizer_groups"][optimizer][number]
-    if key == "lr":
-        scale_rates(group, old, new)
-    else:
-        group[key] = new
-    # All belong to the module's only optimizer; one with other groups is refused when it is loaded.
-    for scheduler in (each for each in saved["schedulers"] if number < len(each["groups"])):
-        if key == "lr":
-            scale_scheduler(scheduler, number, old, new)
-        elif key in scheduler["groups"][number]:
-            scheduler["groups"][number][key] = new
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    """Return whether settings are equal; engines write pairs as lists or tuples."""
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        return list(ours) == list(theirs)
-    return bool(ours == theirs)
-
-
-def _written(value: Any) -> str:
-    """Format a setting as on the command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+def _without_functions(state: Any) -> Any:
+    if type(state) is dict:
+        return {key: _without_functions(value) for key, value in state.items() if not isinstance(value, _FUNCTIONS)}
+    if type(state) is list:
+        return [_without_functions(value) for value in state]
+    return state

@@ -19,7 +19,7 @@ from sd_lightning.data.sources.image_files import (
     open_file,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
-from sd_lightning.storage.new_folder import unused
+from sd_lightning.storage.atomic import unused
 
 if TYPE_CHECKING:
     from datasets import Dataset

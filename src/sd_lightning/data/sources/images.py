@@ -36,7 +36,7 @@ from sd_lightning.data.sources.image_files import (
     walk,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
-from sd_lightning.storage.run_folder import is_run
+from sd_lightning.storage.runs import is_run
 
 log = logging.getLogger(__name__)
 

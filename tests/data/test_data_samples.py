@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data import source as source_module
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.source import BadSample, Source, SourceSubset, as_source, hold_out
-from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
+from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitClassifier, Digits, evaluation_prompts
 from sd_lightning.data.transform import ImageOptions, place, to_model_range, to_rgb
 
 
@@ -126,16 +126,16 @@ def test_digits_are_stratified_and_splits_are_disjoint() -> None:
 
 
 def test_judge_reads_digits_it_was_not_fitted_on_at_any_size() -> None:
-    judge, digits = DigitJudge(), Digits("train")
-    assert judge.real_accuracy > 0.97
+    classifier, digits = DigitClassifier(), Digits("train")
+    assert classifier.real_accuracy > 0.97
     images = [digits.image(i) for i in range(300)]
-    assert judge.accuracy(images, digits.labels[:300]) > 0.96
+    assert classifier.accuracy(images, digits.labels[:300]) > 0.96
     large = [image.resize((100, 100), Image.Resampling.BICUBIC) for image in images]
-    assert judge.accuracy(large, digits.labels[:300]) > 0.96
+    assert classifier.accuracy(large, digits.labels[:300]) > 0.96
     shifted = [(label + 1) % 10 for label in digits.labels[:300]]
-    assert judge.accuracy(images, shifted) < 0.05
+    assert classifier.accuracy(images, shifted) < 0.05
     with pytest.raises(ValueError, match="300 images and 1 labels"):
-        judge.accuracy(images, [0])
+        classifier.accuracy(images, [0])
 
 
 def test_evaluation_prompts_ask_for_every_digit_equally() -> None:
@@ -172,7 +172,7 @@ class Undeclared:
 def test_what_a_source_has_goes_before_the_defaults_of_what_it_lacks() -> None:
     own = pickle.loads(pickle.dumps(as_source(Undeclared())))
     assert (len(own), own.name(1), own.captions(1), own.image(0).size) == (2, "own 1", ["caption 1"], (8, 8))
-    assert (own.together, own.rows, own.judge, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
+    assert (own.together, own.rows, own.classifier, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
     assert own.distinct is own and as_source(own) is own
     assert own.evidence(1, thorough=True) == ("own 1", "", "caption 1") and own.evidence(1, thorough=False)[2] == ""
     data = CaptionedImages(Undeclared(), lengths, options=ImageOptions(8), seed=0)

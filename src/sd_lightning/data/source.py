@@ -32,7 +32,7 @@ class BadSample(Exception):
     """One sample is unusable (broken image, empty caption); the message is the reason."""
 
 
-class Judge(Protocol):
+class ImageClassifier(Protocol):
     """Classifier of generated pictures, which measures the prompted accuracy."""
 
     def prompts(self, num_samples: int, /) -> tuple[list[str], list[int]]:
@@ -178,7 +178,7 @@ class Source(ABC):
         return self
 
     @property
-    def judge(self) -> Judge | None:
+    def classifier(self) -> ImageClassifier | None:
         """Classifier of pictures generated from these captions; None if there is none."""
         return None
 

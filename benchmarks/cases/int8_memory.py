@@ -14,7 +14,6 @@ def measure() -> dict[str, float]:
     import torch
 
     from sd_lightning import LatentDiffusion
-    from sd_lightning.models.families.autoencoder import decoding_in_tiles
     from sd_lightning.planner.inference_memory import inference_bytes
     from sd_lightning.quantization import Int8, quantize_
 
@@ -22,7 +21,7 @@ def measure() -> dict[str, float]:
     side = {"height": 512, "width": 512}
     weights, peak = inference_bytes(model, **side)
     half, full = (inference_bytes(model, **side, dtype=dtype) for dtype in (torch.float16, torch.float32))
-    with decoding_in_tiles(model.vae, True):
+    with model.family.decoding_in_tiles(model.vae, True):
         tiled = inference_bytes(model, **side)[1]
     linear = quantize_(LatentDiffusion.build("sd21", device="meta"), Int8(dtype="float16", layers=("linear",)))
     linear_weights = inference_bytes(linear, **side)[0]

@@ -17,12 +17,12 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.loading import check_pretrained, load_model
-from sd_lightning.models import assets
 from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
+from sd_lightning.models.latent_diffusion import load_model
+from sd_lightning.models.loading import TINY_TOKENIZER, TINY_VAE, check_pretrained
 from sd_lightning.models.meta import unused_parameters
 from small_models import SMALL_SDXL
 
@@ -79,7 +79,7 @@ def test_tiny_model_is_a_function_of_the_seed_and_leaves_the_global_generator_al
 
 
 def test_shipped_files_are_small_and_their_folders_complete() -> None:
-    files = [f for folder in (assets.TINY_VAE, assets.TINY_TOKENIZER) for f in folder.rglob("*") if f.is_file()]
+    files = [f for folder in (TINY_VAE, TINY_TOKENIZER) for f in folder.rglob("*") if f.is_file()]
     assert {"config.json", "diffusion_pytorch_model.safetensors", "tokenizer.json"} <= {f.name for f in files}
     assert sum(f.stat().st_size for f in files) <= 300 * 1024
 

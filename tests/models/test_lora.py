@@ -14,8 +14,8 @@ import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA
 from sd_lightning.callbacks.checkpoint import frozen_weights
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
 from sd_lightning.models.families import Architecture
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
 from sd_lightning.storage import typed_json
 from small_models import SMALL_SD2, SMALL_SDXL
 from small_training import stored

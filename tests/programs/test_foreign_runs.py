@@ -31,8 +31,8 @@ from sd_lightning.callbacks.checkpoint.trainer_state import (
     configured_groups,
     read_trainer_state,
 )
-from sd_lightning.loading import read_scheduler
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.loading import read_scheduler
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.runs import find_checkpoint

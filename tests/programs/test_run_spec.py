@@ -20,7 +20,7 @@ from refusals import call, refuse
 from sd_lightning import UsageError
 from sd_lightning.apps import checks, train
 from sd_lightning.apps.run_spec import RunSpec, target_of
-from sd_lightning.loading import load_model
+from sd_lightning.models.latent_diffusion import load_model
 from sd_lightning.strategies.gemini import GeminiStrategy
 
 QUICK = ("data.batch_size=8", "trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples=null")

@@ -17,8 +17,8 @@ from sd_lightning.apps import class_images, planning, train
 from sd_lightning.apps import dreambooth_checks as checks
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.meta import meta_networks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
-_LEARNED_TOKEN = "sd_lightning.models.adapters.learned_token.LearnedToken"
+_LEARNED_TOKEN = "sd_lightning.models.learned_token.LearnedToken"
 
 
 def run(cfg: DictConfig) -> int:

@@ -13,7 +13,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import is_resumed
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.data.sources.dreambooth import num_per_prompt
-from sd_lightning.models.adapters.learned_token import LearnedToken
+from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.storage.new_folder import check_writable
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion import randomness
-from sd_lightning.diffusion.keyed_permutation import KeyedPermutation
-from sd_lightning.diffusion.randomness import Purpose
+from sd_lightning.diffusion.randomness import KeyedPermutation, Purpose
 
 ORDER_VERSION = 2
 """Version of the orders of new epochs. Version 1, of checkpoints without a version, sorted as many keys as samples."""

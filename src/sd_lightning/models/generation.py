@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
@@ -42,9 +43,11 @@ class SamplingOptions:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
         for name in ("height", "width"):
             size = getattr(self, name)
-            if size is not None and (size < 8 or size % 8):
-                nearest = max(8, size // 8 * 8)
-                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8 pixels, e.g. {name}={nearest}")
+            if size is not None and (size < SIZE_MULTIPLE or size % SIZE_MULTIPLE):
+                raise UsageError(
+                    f"sampling got {name}={size}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. "
+                    f"{name}={max(size // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE}"
+                )
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:

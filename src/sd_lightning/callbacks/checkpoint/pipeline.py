@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.adapters.lora import adapted_weights, is_adapter, merge, plain_names
-from sd_lightning.models.pipeline_folder import file_keys, weights_file
+from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora import adapted_weights, is_adapter, merge, plain_names
 from sd_lightning.storage import atomic
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -45,9 +44,9 @@ def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, avera
         weights = {name: _Weights(store, run_dir, name, network, averaged) for name, network in networks.items()}
         atomic.hard_link_tree(run_dir / "frozen", tmp / "pipeline")
         for name, network in networks.items():
-            file = Path(name, weights_file(component_of[name]))
+            file = Path(name, component_of[name].weights_file)
             plain = plain_names(weights[name].state)
-            keys = file_keys(component_of[name], plain)
+            keys = component_of[name].file_keys(plain)
             merged = weights[name].merged(network) if lora is not None and lora.merge else {}
             sources = {keys[k]: merged.get(live) or weights[name].source(live) for k, live in plain.items()}
             if not merged and not any(weights[name].is_trained(live) for live in plain.values()):

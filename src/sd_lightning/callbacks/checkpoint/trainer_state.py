@@ -26,8 +26,8 @@ from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
 
 if TYPE_CHECKING:
-    from sd_lightning.models.adapters.learned_token import LearnedToken
-    from sd_lightning.models.adapters.lora import Lora
+    from sd_lightning.models.learned_token import LearnedToken
+    from sd_lightning.models.lora import Lora
     from sd_lightning.training.module import SDLightningModule
 
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) with peft, trained instead of a network's own weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with peft, trained instead of a network's own weights, and their file.
 
 In memory peft wraps each adapted layer: ``to_q.weight`` becomes ``to_q.base_layer.weight`` beside
 ``to_q.lora_A.default.weight`` and ``to_q.lora_B.default.weight``. Weight files have only the plain names.
@@ -7,9 +7,11 @@ In memory peft wraps each adapted layer: ``to_q.weight`` becomes ``to_q.base_lay
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import Component
-from sd_lightning.models.pipeline_folder import file_keys
-from sd_lightning.storage.streamed_tensor import write_tensors
+from sd_lightning.models.families import Component, Family
+from sd_lightning.storage.safetensors_file import open_safetensors
+from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
+from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.storage.untrusted import parse_json
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers uses."""
 METADATA = "lora_adapter_metadata"
 """Key that diffusers uses for the adapters' settings in the file's header."""
 _ADAPTER = "default"
+_KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
+# Settings of peft that change the merge formula; only plain LoRA is supported here.
+_OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
+# Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
+_PLAIN = {
+    *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_qalora", "qalora_group_size", "fan_in_fan_out"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "inference_mode", "peft_type", "peft_version"),
+    *("task_type", "base_model_name_or_path", "revision"),
+}
 
 
 @dataclass(frozen=True)
@@ -119,23 +133,19 @@ class Lora:
 
     def _targets(self, name: str) -> str:
         """Return the setting that names a network's layers, for error messages."""
-        key = "text_encoder_target_modules" if _is_text(name) else "target_modules"
+        key = "text_encoder_target_modules" if Family.is_text_encoder(name) else "target_modules"
         return f"lora.{key}={list(getattr(self, key))}"
 
     def _config(self, name: str) -> Any:
         from peft import LoraConfig
 
-        targets = self.text_encoder_target_modules if _is_text(name) else self.target_modules
+        targets = self.text_encoder_target_modules if Family.is_text_encoder(name) else self.target_modules
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
             target_modules=list(targets),
         )
-
-
-def _is_text(network: str) -> bool:
-    return network.startswith("text_encoder")
 
 
 @contextmanager
@@ -172,7 +182,7 @@ def is_adapter(key: str) -> bool:
 
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
-    keys = file_keys(component, names)
+    keys = component.file_keys(names)
     return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
 
 
@@ -222,3 +232,107 @@ def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
         plain: merge(key, adapted[key], state.__getitem__).to(state[key].dtype) if key in adapted else state[key]
         for plain, key in plain_names(state).items()
     }
+
+
+def check_settings(path: Path) -> None:
+    """Check the settings of adapters before diffusers gives them to peft, which imports modules that some name.
+
+    Raises:
+        UsageError: The file is damaged, or a setting is none of plain LoRA.
+    """
+    try:
+        settings = parse_json(LoraFile.read(path).metadata.get(METADATA, "{}"))
+        unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: its metadata cannot be read ({error}); copy the file again") from error
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    for key, value in unusual.items():
+        if value != defaults.get(key.rpartition(".")[2]):
+            raise UsageError(
+                f"{path}: its metadata has {key}={str(value)[:80]}, which is no setting of plain LoRA; copy the file "
+                "again, or save the adapters without it"
+            )
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The LoRA adapters of a pipeline."""
+
+    path: Path
+    tensors: Mapping[str, StreamedTensor]
+    """By their keys in the file, ``<network>.<layer>.lora_A.weight``."""
+    metadata: Mapping[str, str]
+    is_source: bool = True
+    """Whether the tensors are those of the file, not of a checkpoint."""
+
+    @classmethod
+    def read(cls, path: Path) -> LoraFile:
+        """Read the header of a LoRA file.
+
+        Raises:
+            UsageError: The file is damaged.
+        """
+        tensors = file_tensors(path)
+        file = open_safetensors(path)
+        file.handle.close()
+        return cls(path, tensors, file.header.metadata)
+
+    def stays(self, dtype: torch.dtype | None) -> bool:
+        """Return whether an export in ``dtype`` can copy the file unchanged."""
+        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
+
+    def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
+        """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
+        tensors = dict(self.tensors)
+        for name, component in components.items():
+            prefix = f"master/{name}."
+            live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
+            for adapter, key in adapter_keys(name, component, live).items():
+                tensors[key] = store.streamed(prefix + adapter)
+        return LoraFile(self.path, tensors, self.metadata, is_source=False)
+
+    def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:
+        """Return, by network, the weights that have adapters; the adapters are merged when a weight is read.
+
+        Args:
+            networks: By network, the tensors of its weight file.
+
+        Raises:
+            UsageError: The adapters are not plain LoRA, or belong to another model.
+        """
+        found: dict[str, dict[str, StreamedTensor]] = {}
+        for key in self.tensors:
+            match = _KEY.fullmatch(key)
+            network, layer = (match["network"], match["layer"]) if match else ("", "")
+            weight = networks.get(network, {}).get(f"{layer}.weight")
+            parts = [self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB"]
+            if weight is None or parts[0] is None or parts[1] is None or not _fit(weight, parts[0], parts[1]):
+                raise UsageError(
+                    f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged; copy "
+                    "the file again, or write format=diffusers, which keeps it as it is"
+                )
+            slices = partial(_merged, weight, parts[0], parts[1], self._scale(network))
+            found.setdefault(network, {})[f"{layer}.weight"] = StreamedTensor(weight.dtype, weight.shape, slices)
+        return found
+
+    def _scale(self, network: str) -> float:
+        try:
+            settings = parse_json(self.metadata[METADATA])
+            if any(settings.get(f"{network}.{name}") for name in _OTHER_KINDS):
+                raise ValueError("they are not plain LoRA")
+            return float(settings[f"{network}.lora_alpha"] / settings[f"{network}.r"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UsageError(
+                f"{self.path}: its metadata does not tell the scale of the adapters of {network} ({error}), so they "
+                "cannot be merged; write format=diffusers, which keeps the file as it is"
+            ) from error
+
+
+def _fit(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor) -> bool:
+    return down.shape[1:] == weight.shape[1:] and up.shape[:2] == (weight.shape[0], down.shape[0])
+
+
+def _merged(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor, scale: float) -> Iterator[Tensor]:
+    yield add_adapter(weight.read(), down.read(), up.read(), scale).to(weight.dtype).reshape(-1)

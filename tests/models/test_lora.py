@@ -188,7 +188,7 @@ def test_a_checkpoint_of_an_earlier_release_says_nothing_of_its_adapters(tmp_pat
         ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
         ({"target_modules": ["to_x"]}, "lora.target_modules=['to_x']"),
         ({"target_modules": ["norm1"]}, "lora.target_modules=['norm1']"),
-        ({"text_encoder_target_modules": ["token_embedding"]}, "is a Embedding; expected target modules that are"),
+        ({"text_encoder_target_modules": ["token_embedding"]}, "is a Embedding; expected endings of the names of"),
     ],
 )
 def test_impossible_adapters_are_refused(options: dict[str, Any], words: str) -> None:

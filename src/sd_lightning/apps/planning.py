@@ -12,7 +12,7 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
-from sd_lightning.models.checkpointing import Kept, told
+from sd_lightning.models.checkpointing import Kept, description
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.checkpointing import Recomputation, choose
@@ -107,7 +107,7 @@ def recomputation(spec: RunSpec, plans: Plans | None = None) -> Recomputation:
         )
     log.info(
         "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (%s: %s)",
-        *(who, what, found.peak / GB, told(found.kept.values()) or "all keep everything"),
+        *(who, what, found.peak / GB, description(found.kept.values()) or "all keep everything"),
         *(100 * found.slowdown, speeds.provenance, device.name),
     )
     return found

@@ -338,12 +338,11 @@ class Flow(Prediction):
             "prediction_type": "flow_prediction",
             "use_flow_sigmas": True,
             "flow_shift": 1.0,
-            # The model's scheduler may have set one of these, which would take precedence.
-            "use_karras_sigmas": False,
-            "use_exponential_sigmas": False,
-            "use_beta_sigmas": False,
-            "use_lu_lambdas": False,
             "final_sigmas_type": "zero",
+            # The model's scheduler may have set one of these, which would take precedence.
+            **dict.fromkeys(
+                ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas"), False
+            ),
         }
 
 

@@ -20,7 +20,6 @@ from sd_lightning.models.components import (
     load_network,
     load_tokenizer,
     meta_network,
-    no_progress_bar,
     stored_int8,
 )
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
@@ -30,6 +29,7 @@ from sd_lightning.models.lora import adapted_weights, check_settings, merged_sta
 from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
+    find_network,
     first_line,
     read_component,
     read_json,
@@ -134,7 +134,7 @@ def load_parts(
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
-            return load_network(component, Path(vae))
+            return load_network(component, find_network(vae, key="model.vae"))
         if (int8 := stored_int8(root / name)) is not None:
             return load_int8_network(component, root / name, int8, family, variant=variant)
         if name in family.named(deferred) and not has_adapters:
@@ -260,10 +260,9 @@ def _merge_adapters(parts: PipelineParts, file: Path) -> None:
     check_settings(file)
     pipeline = parts.pipeline()
     try:
-        with no_progress_bar():
-            pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
-            pipeline.fuse_lora()
-            pipeline.unload_lora_weights()
+        pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
     except Exception as error:  # values of unexpected types raise anything
         raise UsageError(
             f"{file}: these adapters do not fit the model beside them ({first_line(error)}); copy the file again, or "

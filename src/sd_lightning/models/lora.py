@@ -80,20 +80,12 @@ class Lora:
         from peft import inject_adapter_in_model
 
         for name, network in networks.items():
-            self._check_kinds(name, network)
+            self._check_targets(name, network)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
-                config = self._config(name)
-                try:
-                    with _on_host(network):
-                        inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
-                except ValueError as error:
-                    reason = str(error).partition(". ")[0]
-                    raise UsageError(
-                        f"{self._targets(name)}: {reason}; expected endings of the names of linear "
-                        f"or convolutional layers of {name}, e.g. {example_layers(network)}"
-                    ) from error
+                with _on_host(network):
+                    inject_adapter_in_model(self._config(name), network, adapter_name=_ADAPTER)
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 
@@ -120,31 +112,34 @@ class Lora:
         metadata = {METADATA: json.dumps(settings, sort_keys=True)}
         return write_tensors(file, tensors, metadata=metadata)
 
-    def _check_kinds(self, name: str, network: nn.Module) -> None:
-        """Raise if a target is neither linear nor convolutional, before any adapter is inserted."""
+    def _check_targets(self, name: str, network: nn.Module) -> None:
+        """Raise if there is no target, or one is neither linear nor convolutional."""
         endings = tuple(f".{target}" for target in self._config(name).target_modules)
-        for key, module in network.named_modules():
-            layer = getattr(module, "base_layer", module)  # peft's wrapper of a layer that has adapters already
-            if f".{key}".endswith(endings) and not isinstance(layer, nn.Linear | nn.Conv2d):
-                raise UsageError(
-                    f"{self._targets(name)}: {key} is a {type(layer).__name__}; expected target modules that are "
-                    f"linear or convolutional layers, e.g. {example_layers(network)}"
-                )
+        # peft wraps a layer that has adapters already.
+        targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
+        wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
+        if wrong or not targets:
+            setting = self._setting(name)
+            linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+            examples = ", ".join(ending for ending in list(dict.fromkeys(linear))[:4] if not ending.isdecimal())
+            raise UsageError(
+                f"lora.{setting}={list(getattr(self, setting))}: {wrong[0] if wrong else 'no layer has such a name'}; "
+                f"expected endings of the names of linear or convolutional layers of {name}, e.g. {examples}"
+            )
 
-    def _targets(self, name: str) -> str:
-        """Return the setting that names a network's layers, for error messages."""
-        key = "text_encoder_target_modules" if Family.is_text_encoder(name) else "target_modules"
-        return f"lora.{key}={list(getattr(self, key))}"
+    @staticmethod
+    def _setting(network: str) -> str:
+        """Return the setting that names a network's layers."""
+        return "text_encoder_target_modules" if Family.is_text_encoder(network) else "target_modules"
 
     def _config(self, name: str) -> Any:
         from peft import LoraConfig
 
-        targets = self.text_encoder_target_modules if Family.is_text_encoder(name) else self.target_modules
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            target_modules=list(targets),
+            target_modules=list(getattr(self, self._setting(name))),
         )
 
 
@@ -167,12 +162,6 @@ def _on_host(network: nn.Module) -> Iterator[None]:
             for key, parameter in module._parameters.items():
                 if parameter in deferred:
                     module._parameters[key] = deferred[parameter]
-
-
-def example_layers(network: nn.Module) -> str:
-    """Return some valid name endings for ``target_modules``, for error messages."""
-    linear = [name.rpartition(".")[2] for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
-    return ", ".join(name for name in list(dict.fromkeys(linear))[:4] if not name.isdecimal())
 
 
 def is_adapter(key: str) -> bool:

@@ -65,27 +65,23 @@ class Int8:
     in float16 (``force_upcast``) stays in float32."""
 
     def __post_init__(self) -> None:
-        _check("linear", self.linear, get_args(Linear))
-        _check("dtype", self.dtype, (*get_args(Dtype), None))
-        for kind in self.layers:
-            _check("layers", kind, get_args(Layer))
         if not self.layers or isinstance(self.layers, str):
             raise UsageError(f"Int8 got layers={self.layers!r}; expected a list of {', '.join(get_args(Layer))}")
-        for name in ("exclude", "float_inputs"):
-            if isinstance(value := getattr(self, name), str):
-                raise UsageError(f"Int8 got {name}={value!r}; expected a list of module names: [{value}]")
+        choices = [("linear", self.linear, get_args(Linear)), ("dtype", self.dtype, (*get_args(Dtype), None))]
+        for name, value, allowed in [*choices, *(("layers", kind, get_args(Layer)) for kind in self.layers)]:
+            if value not in allowed:
+                names = ", ".join("null" if each is None else each for each in allowed)
+                raise UsageError(f"Int8 got {name}={value}; expected one of {names}")
         if self.threshold < 0:
             raise UsageError(f"Int8 got threshold={self.threshold}; expected at least 0, e.g. threshold=6.0 (0: none)")
-        for name in ("layers", "exclude", "float_inputs"):  # tuples, so that configs compare equal
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("layers", "exclude", "float_inputs"):
+            if isinstance(value := getattr(self, name), str):
+                raise UsageError(f"Int8 got {name}={value!r}; expected a list of module names: [{value}]")
+            object.__setattr__(self, name, tuple(value))  # so that configs compare equal
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         return None if self.dtype is None else getattr(torch, self.dtype)
-
-    def excludes(self, name: str) -> bool:
-        """Return whether a layer of this name is not quantised."""
-        return _names(self.exclude, name)
 
     def check_names(self, layers: Collection[str]) -> None:
         """Check that all names in ``exclude`` and ``float_inputs``, except the defaults, exist in a model.
@@ -99,9 +95,10 @@ class Int8:
         for field, usual in (("exclude", EXCLUDED), ("float_inputs", FLOAT_INPUTS)):
             for pattern in [pattern for pattern in getattr(self, field) if pattern not in usual]:
                 if not any(_names([pattern], name) for name in layers):
+                    examples = ", ".join(sorted(layers)[:: max(1, len(layers) // 3)][:3])
                     raise UsageError(
                         f"Int8 got {field}={list(getattr(self, field))}, but no layer is named {pattern}; expected "
-                        f"whole parts of names such as {_some(layers)}; leave {pattern} out, or correct it"
+                        f"whole parts of names such as {examples}; leave {pattern} out, or correct it"
                     )
 
     def kernel(self, name: str) -> Linear:
@@ -129,17 +126,6 @@ def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
             f"{who}: cannot read the quantization_config ({error}); expected "
             f"{', '.join(sorted(field.name for field in fields(Int8)))}; copy that config.json again"
         ) from error
-
-
-def _check(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        names = ", ".join("null" if each is None else str(each) for each in allowed)
-        raise UsageError(f"Int8 got {name}={value}; expected one of {names}")
-
-
-def _some(layers: Collection[str]) -> str:
-    names = sorted(layers)
-    return ", ".join(names[:: max(1, len(names) // 3)][:3])
 
 
 def _names(patterns: Sequence[str], name: str) -> bool:
@@ -191,8 +177,13 @@ def quantize_(model: Model, config: Int8 | None = None) -> Model:
     config.check_names([_full(name, key) for name, network in networks.items() for key in _layers(network)])
     deferred: dict[str, DeferredWeights] = {} if isinstance(model, nn.Module) else model.deferred
     upcast = set() if isinstance(model, nn.Module) else {name for name in networks if model.draws_in_float32(name)}
+    kinds = {_KINDS[kind] for kind in config.layers}
     chosen = {
-        name: {key: layer for key, layer in network.named_modules() if _is_chosen(layer, _full(name, key), config)}
+        name: {
+            key: layer
+            for key, layer in network.named_modules()
+            if type(layer) in kinds and "lora_" not in key and not _names(config.exclude, _full(name, key))
+        }
         for name, network in networks.items()
         if int8_config(network) is None
     }
@@ -295,14 +286,6 @@ def _layers(network: nn.Module) -> list[str]:
     """Return the names of the layers that are, or could be, in int8."""
     kinds = (*_KINDS.values(), Int8Layer)
     return [key for key, layer in network.named_modules() if isinstance(layer, kinds) and "lora_" not in key]
-
-
-def _is_chosen(layer: nn.Module, name: str, config: Int8) -> bool:
-    if type(layer) not in {_KINDS[kind] for kind in config.layers} or "lora_" in name:
-        return False
-    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:  # it rescales its weight at each call
-        return False
-    return not config.excludes(name)
 
 
 def _check_stored(network: nn.Module, config: Int8) -> None:

@@ -24,7 +24,8 @@ API = {
     "models": (
         "Models and training",
         [f"sd_lightning.{name}" for name in ("SDLightningModule", "LatentDiffusion", "Objective", "SamplingOptions")]
-        + ["sd_lightning.UsageError", "sd_lightning.register_strategies", "sd_lightning.quantization"],
+        + ["sd_lightning.models.loading.PipelineParts", "sd_lightning.quantization"]
+        + ["sd_lightning.UsageError", "sd_lightning.register_strategies"],
     ),
     "families": ("Families of models", ["sd_lightning.models.families"]),
     "data": (

@@ -60,8 +60,6 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     """
     network, component, deferred = defer_network(component, folder, variant=variant, ignore_unknown=True)
     deferred.fill_(network.eval(), torch.device("cpu"))
-    if component.is_of_transformers:
-        network.tie_weights()  # type: ignore[operator]  a weight that layers share was filled once
     return network, component
 
 
@@ -229,11 +227,14 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
         keys = {key: key for key in store.keys()}
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
-    state = network.state_dict(keep_vars=True)
-    written = component.file_keys(state)
+    written = component.file_keys(network.state_dict())
     keys = {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
-    shared = {id(state[name]): key for name, key in keys.items()}  # transformers saves a weight of several names once
-    return {name: shared[id(tensor)] for name, tensor in state.items() if id(tensor) in shared} | keys
+    for name, other in getattr(network, "all_tied_weights_keys", {}).items():  # transformers may have saved only one
+        if name in keys:
+            keys.setdefault(other, keys[name])
+        elif other in keys:
+            keys[name] = keys[other]
+    return keys
 
 
 def _described(component: Component, network: Any) -> Component:

@@ -110,9 +110,10 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         networks = {name: component.instantiate() for name, component in components.items()}
-        for name in family.text_encoders if architecture.token_embedding_std is not None else ():
-            embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
-            nn.init.normal_(embedding, std=architecture.token_embedding_std)
+        if (std := architecture.token_embedding_std) is not None:
+            for name in family.text_encoders:
+                embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
+                nn.init.normal_(embedding, std=std)
     if is_tiny and torch.device(device).type != "meta":
         networks["vae"], components["vae"] = load_network(components["vae"], TINY_VAE)
     components["scheduler"] = architecture.scheduler

@@ -21,7 +21,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai test-torchao test-newest test-oldest docs lint format
+.PHONY: help install train test test-slow test-full test-colossalai test-newest test-oldest docs lint format
 .PHONY: keep-losses gpu-check gpu-site gpu-wheels constraints clean
 
 help:
@@ -29,7 +29,7 @@ help:
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
-	@echo "make test-colossalai | test-torchao    install ColossalAI or torchao into $(VENV), and run its tests"
+	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
 	@echo "make test-newest | test-oldest         the default tests with the newest releases, or with the oldest allowed ones"
 	@echo "make docs                              build the guides and the API reference into build/site"
 	@echo "make gpu-check PART=smoke              ten minutes of what needs one CUDA GPU; without PART, the names"
@@ -55,7 +55,7 @@ install: $(STAMP)
 train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
 
-IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu and not torchao"
+IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu"
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
 DEFAULT_TESTS = $(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
@@ -78,10 +78,6 @@ COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops
 test-colossalai: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps $(COLOSSALAI)
 	$(RUN) -m pytest -m "not gpu" tests/strategies/test_colossalai.py $(PYTEST_ARGS)
-
-test-torchao: $(STAMP)
-	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
-	$(RUN) -m pytest -m "torchao and not gpu" tests/quantization/test_quantization.py $(PYTEST_ARGS)
 
 # Seven minutes; name the change in CHANGELOG.md.
 keep-losses: $(STAMP)

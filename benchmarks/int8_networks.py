@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ def network(name: str, *, gaussian: bool = False, **changes: Any) -> Any:
             longer tails than uniform ones.
         changes: Of its configuration.
     """
-    from sd_lightning.models.components import instantiate
-    from sd_lightning.models.families import Component, architecture
+    from sd_lightning.models.families import architecture
 
     component = architecture("sd21").networks[name]
     torch.manual_seed(0)
-    built: Any = instantiate(Component(component.library, component.class_name, component.config | changes)).eval()
+    built: Any = replace(component, config=component.config | changes).instantiate().eval()
     if gaussian:
         with torch.no_grad():
             for weight in (p for p in built.parameters() if p.dim() > 1):

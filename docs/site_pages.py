@@ -24,7 +24,7 @@ API = {
     "models": (
         "Models and training",
         [f"sd_lightning.{name}" for name in ("SDLightningModule", "LatentDiffusion", "Objective", "SamplingOptions")]
-        + ["sd_lightning.UsageError", "sd_lightning.quantization"],
+        + ["sd_lightning.models.loading.PipelineParts", "sd_lightning.quantization", "sd_lightning.UsageError"],
     ),
     "families": ("Families of models", ["sd_lightning.models.families"]),
     "data": (

@@ -129,11 +129,10 @@ def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[
 def _network(architecture: str) -> nn.Module:
     """Return the UNet on the meta device, every block recomputed in backward."""
     from sd_lightning.models import families
-    from sd_lightning.models.components import instantiate
     from sd_lightning.training.speed import Speed
 
     with torch.device("meta"):
-        network = instantiate(families.architecture(architecture).networks["unet"])
+        network = families.architecture(architecture).networks["unet"].instantiate()
     Speed(gradient_checkpointing=True, allow_tf32=True).apply_({"unet": network})
     return network
 

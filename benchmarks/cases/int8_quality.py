@@ -131,18 +131,18 @@ def _train(folder: Path, seed: int, max_steps: int, widths: Sequence[int]) -> Pa
 
 
 def _accuracy(pipeline: Path, samples: int) -> dict[str, float]:
-    """Return the share of pictures in which the judge reads what was asked for."""
+    """Return the share of pictures in which the classifier reads what was asked for."""
     from sd_lightning import LatentDiffusion, SamplingOptions
     from sd_lightning.data.sources.digits import Digits
     from sd_lightning.models.generation import generate
     from sd_lightning.quantization import quantize_
 
-    judge = Digits("val").judge
-    prompts, labels = judge.prompts(samples)
+    classifier = Digits("val").classifier
+    prompts, labels = classifier.prompts(samples)
     options = SamplingOptions(num_inference_steps=12, guidance_scale=3.0, batch_size=100)
     plain, int8 = LatentDiffusion.from_pretrained(pipeline), quantize_(LatentDiffusion.from_pretrained(pipeline))
     return {
-        name: judge.accuracy(generate(model, prompts, seeds=range(samples), options=options), labels)
+        name: classifier.accuracy(generate(model, prompts, seeds=range(samples), options=options), labels)
         for name, model in (("fp32", plain), ("int8", int8))
     }
 

@@ -56,9 +56,9 @@ def measure(images: int = 128, rounds: int = 5) -> dict[str, float | list[float]
         images: Photos.
         rounds: Times that each side encodes them; once more comes before.
     """
-    from sd_lightning.loading import build
+    from sd_lightning import LatentDiffusion
 
-    vae = build("tiny").vae.eval()
+    vae = LatentDiffusion.build("tiny").vae.eval()
     cores = len(os.sched_getaffinity(0))
     stages: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:

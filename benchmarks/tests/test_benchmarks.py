@@ -59,11 +59,11 @@ def test_precompute_and_a_plain_loop_encode_the_same_photos(tmp_path: Path) -> N
     import torch
     from safetensors.torch import load_file
 
-    from sd_lightning.loading import build
+    from sd_lightning import LatentDiffusion
 
     case = run.load_case("precompute")
     case.write_photos(tmp_path / "photos", 3)
-    case.plain_loop(tmp_path / "photos", build("tiny").vae.eval(), tmp_path / "plain")
+    case.plain_loop(tmp_path / "photos", LatentDiffusion.build("tiny").vae.eval(), tmp_path / "plain")
     case.job(tmp_path / "photos", tmp_path / "store", workers=1)
     (plain,), (ours,) = (tmp_path / "plain").iterdir(), (tmp_path / "store").rglob("latents/*.safetensors")
     theirs, rows = (load_file(path)["latents"].float() for path in (plain, ours))

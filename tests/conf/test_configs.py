@@ -23,7 +23,7 @@ import small_store
 from archives import image_rows, sample, write_parquet, write_tar
 from composing import Compose, registered
 from places import CONF
-from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
+from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps
 from sd_lightning._conf import messages
 from sd_lightning._conf.annotations import our_value
 from sd_lightning._conf.command_line import CommandLine
@@ -53,8 +53,8 @@ def parameter_groups() -> list[dict[str, Any]]:
 
 
 def build_model(cfg: DictConfig) -> None:
-    on_meta = functools.partial(loading.build, device="meta")  # sdxl's weights take a minute to make
-    with mock.patch.object(loading, "build", on_meta):
+    on_meta = functools.partial(LatentDiffusion.build, device="meta")  # sdxl's weights take a minute to make
+    with mock.patch.object(LatentDiffusion, "build", on_meta):
         model = _conf.instantiate(cfg.model)
     assert isinstance(model, LatentDiffusion)
     module = _conf.instantiate(cfg.module, latent_diffusion=model)

@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data import source as source_module
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
-from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits
+from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitClassifier, Digits
 from sd_lightning.data.transform import ImageOptions, place, to_model_range, to_rgb
 
 
@@ -126,20 +126,20 @@ def test_digits_are_stratified_and_splits_are_disjoint() -> None:
 
 
 def test_judge_reads_digits_it_was_not_fitted_on_at_any_size() -> None:
-    judge, digits = DigitJudge(), Digits("train")
-    assert judge.real_accuracy > 0.97
+    classifier, digits = DigitClassifier(), Digits("train")
+    assert classifier.real_accuracy > 0.97
     images = [digits.image(i) for i in range(300)]
-    assert judge.accuracy(images, digits.labels[:300]) > 0.96
+    assert classifier.accuracy(images, digits.labels[:300]) > 0.96
     large = [image.resize((100, 100), Image.Resampling.BICUBIC) for image in images]
-    assert judge.accuracy(large, digits.labels[:300]) > 0.96
+    assert classifier.accuracy(large, digits.labels[:300]) > 0.96
     shifted = [(label + 1) % 10 for label in digits.labels[:300]]
-    assert judge.accuracy(images, shifted) < 0.05
+    assert classifier.accuracy(images, shifted) < 0.05
     with pytest.raises(ValueError, match="300 images and 1 labels"):
-        judge.accuracy(images, [0])
+        classifier.accuracy(images, [0])
 
 
 def test_evaluation_prompts_ask_for_every_digit_equally() -> None:
-    prompts, labels = DigitJudge.prompts(25)
+    prompts, labels = DigitClassifier.prompts(25)
     assert labels[:11] == [*range(10), 0] and prompts[3] == "a handwritten three" and len(prompts) == 25
 
 
@@ -172,7 +172,7 @@ class Own(Source):
 def test_a_source_with_four_methods_has_defaults_for_the_rest() -> None:
     own = pickle.loads(pickle.dumps(Own()))
     assert (len(own), own.name(1), own.captions(1), own.image(0).size) == (2, "own 1", ["caption 1"], (8, 8))
-    assert (own.together, own.rows, own.judge, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
+    assert (own.together, own.rows, own.classifier, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
     assert own.distinct is own
     assert own.evidence(1, thorough=True) == ("own 1", "", "caption 1") and own.evidence(1, thorough=False)[2] == ""
     data = CaptionedImages(Own(), lengths, options=ImageOptions(8), seed=0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.keyed_permutation import LONGEST, KeyedPermutation
+from sd_lightning.diffusion.randomness import LONGEST, KeyedPermutation
 
 PINNED = [6, 9, 7, 1, 2, 5, 11, 10, 3, 4, 8, 0]
 PINNED_BIG = [96503714, 1557679004, 1034859042]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sd_lightning._conf import config_dir, instantiate
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.noise_schedule import NoiseSchedule, rescale_zero_terminal_snr
 from sd_lightning.diffusion.objective import (
     NoisyBatch,
     Objective,
@@ -20,7 +19,15 @@ from sd_lightning.diffusion.objective import (
     logit_normal,
     offset_noise,
 )
-from sd_lightning.diffusion.prediction import PREDICTIONS, add_noise, flow_interpolate, shifted, velocity
+from sd_lightning.diffusion.prediction import (
+    PREDICTIONS,
+    NoiseSchedule,
+    add_noise,
+    flow_interpolate,
+    rescale_zero_terminal_snr,
+    shifted,
+    velocity,
+)
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 STABLE_DIFFUSION: dict[str, Any] = {

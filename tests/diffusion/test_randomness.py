@@ -11,9 +11,10 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion import randomness
-from sd_lightning.diffusion.exact_float import _sqrt_minus_two_log, _square_root
 from sd_lightning.diffusion.randomness import (
     Purpose,
+    _sqrt_minus_two_log,
+    _square_root,
     integers,
     normal,
     permutation,

@@ -17,12 +17,12 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.loading import check_pretrained, load_model
-from sd_lightning.models import assets
 from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
+from sd_lightning.models.latent_diffusion import load_model
+from sd_lightning.models.loading import TINY_TOKENIZER, TINY_VAE, check_pretrained
 from sd_lightning.models.meta import unused_parameters
 from small_models import SMALL_SDXL
 
@@ -79,7 +79,7 @@ def test_tiny_model_is_a_function_of_the_seed_and_leaves_the_global_generator_al
 
 
 def test_shipped_files_are_small_and_their_folders_complete() -> None:
-    files = [f for folder in (assets.TINY_VAE, assets.TINY_TOKENIZER) for f in folder.rglob("*") if f.is_file()]
+    files = [f for folder in (TINY_VAE, TINY_TOKENIZER) for f in folder.rglob("*") if f.is_file()]
     assert {"config.json", "diffusion_pytorch_model.safetensors", "tokenizer.json"} <= {f.name for f in files}
     assert sum(f.stat().st_size for f in files) <= 300 * 1024
 
@@ -326,7 +326,7 @@ def empty_tokenizer(folder: Path) -> None:
 
 UNET, TEXT_ENCODER = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
 TOKENS = "text_model.embeddings.token_embedding.weight"
-AGAIN = "copy or download that folder again"
+AGAIN, COPY = "copy or download that folder again", "copy or download that file"
 
 BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no index": (remove("model_index.json"), ("the folder has no model_index.json; expected a pipeline in the",)),
@@ -338,9 +338,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no unet folder": (remove("unet"), ("model_index.json names unet/, which is missing; copy the whole pipeline",)),
     "no vae weights": (
         remove("vae/diffusion_pytorch_model.safetensors"),
-        ("/vae: cannot load AutoencoderKL: ", "needs config.json and complete safetensors weights", AGAIN),
+        ("/vae/diffusion_pytorch_model.safetensors: no such file; expected weights in safetensors files", COPY),
     ),
-    "no text encoder weights": (remove(TEXT_ENCODER), ("/text_encoder: cannot load CLIPTextModel: ", AGAIN)),
+    "no text encoder weights": (remove(TEXT_ENCODER), (f"/{TEXT_ENCODER}: no such file; expected weights", COPY)),
     "no unet config": (remove("unet/config.json"), ("/unet/config.json: missing; copy the whole pipeline folder",)),
     "no scheduler": (remove("scheduler"), ("scheduler_config.json: missing; copy the whole pipeline folder",)),
     "no tokenizer folder": (remove("tokenizer"), ("model_index.json names tokenizer/, which is missing",)),
@@ -410,7 +410,7 @@ def test_pickled_weights_are_refused_and_never_unpickled(tiny_folder: Path, tmp_
     for weights, pickled in ((UNET, "diffusion_pytorch_model.bin"), (TEXT_ENCODER, "pytorch_model.bin")):
         (copy / weights).rename(tmp_path / "kept")
         (copy / weights).with_name(pickled).write_bytes(pickle.dumps(Bomb(exploded)))
-        with pytest.raises(UsageError, match="complete safetensors weights"):
+        with pytest.raises(UsageError, match="no such file; expected weights in safetensors"):
             LatentDiffusion.from_pretrained(copy)
         (tmp_path / "kept").rename(copy / weights)
     assert not exploded.exists()

@@ -12,9 +12,9 @@ import small_training
 from glyph import write_photos
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.data.builders import dreambooth_data
-from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME, LearnedEmbedding, LearnedToken
-from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.families import Architecture
+from sd_lightning.models.learned_token import WEIGHTS_NAME, LearnedEmbedding, LearnedToken
+from sd_lightning.models.lora import Lora
 from small_models import SMALL_SDXL
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.models.checkpointing import Kept, recompute_, told
+from sd_lightning.models.checkpointing import Kept, description, recompute_
 from sd_lightning.models.families.blocks import recomputable, repeated_blocks
 from sd_lightning.training.speed import Speed
 
@@ -116,7 +116,7 @@ def test_a_block_stays_a_block_of_its_class() -> None:
 
 
 def test_what_is_kept_is_told_in_order() -> None:
-    assert told([Kept.INPUTS, Kept.ALL, Kept.INPUTS]) == "1 keep all, 2 keep inputs"
+    assert description([Kept.INPUTS, Kept.ALL, Kept.INPUTS]) == "1 keep all, 2 keep inputs"
 
 
 def test_a_limit_without_a_choice_is_refused() -> None:

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.models.families import FAMILIES
+from sd_lightning.models.families import FAMILIES, Component
 from sd_lightning.models.families.single_file import Origin, layout_of, model_spec, original_names
-from sd_lightning.models.pipeline_folder import file_keys
 from sd_lightning.storage.safetensors_file import SLICE_BYTES
 from sd_lightning.storage.streamed_tensor import StreamedTensor, file_tensors, joined, write_streamed
 
@@ -21,7 +20,7 @@ from sd_lightning.storage.streamed_tensor import StreamedTensor, file_tensors, j
 def files_of(model: LatentDiffusion) -> dict[str, dict[str, Tensor]]:
     """The tensors of each network by their keys in its weight file."""
     return {
-        name: {file_keys(model.components[name], [key])[key]: value for key, value in network.state_dict().items()}
+        name: {model.components[name].file_keys([key])[key]: value for key, value in network.state_dict().items()}
         for name, network in model.networks.items()
     }
 
@@ -58,8 +57,7 @@ def test_diffusers_converts_the_names_of_real_architectures_back(
 
     model = LatentDiffusion.build(architecture, device="meta")
     files = files_of(model)
-    config = model.components["text_encoder"].config
-    assert layout_of(model.family, config, who="test") == family
+    assert layout_of(model.family, model.components, who="test") == family
     original = in_original_layout(files, original_names(files, family, who="test"))
     assert len(original) == num_tensors
     # This is how from_single_file recognises a published model.
@@ -122,10 +120,15 @@ def test_tensor_without_a_name_is_refused(network: str, names: Iterable[str], me
 
 
 def test_text_encoder_decides_between_1_and_2() -> None:
-    assert layout_of(FAMILIES["StableDiffusionPipeline"], {}, who="test") == "v1"  # transformers' default activation
-    assert layout_of(FAMILIES["StableDiffusionPipeline"], {"hidden_act": "gelu"}, who="test") == "v2"
-    with pytest.raises(UsageError, match="test: a StableDiffusionPipeline whose text encoder has hidden_act=silu"):
-        layout_of(FAMILIES["StableDiffusionPipeline"], {"hidden_act": "silu"}, who="test")
+    family = FAMILIES["StableDiffusionPipeline"]
+
+    def layout(**config: Any) -> str:
+        return layout_of(family, {"text_encoder": Component("transformers", "CLIPTextModel", config)}, who="test")
+
+    assert layout() == "v1"  # transformers' default activation
+    assert layout(hidden_act="gelu") == "v2"
+    with pytest.raises(UsageError, match=r"test: this StableDiffusionPipeline cannot be one file; expected .*\(a text"):
+        layout(hidden_act="silu")
 
 
 def test_model_spec_tells_v_prediction() -> None:

@@ -94,7 +94,7 @@ def test_the_title_says_what_is_the_same_and_what_is_not(tmp_path: Path) -> None
 
 
 def test_settings_that_differ_are_told_once_and_by_name(tmp_path: Path) -> None:
-    lora = {"_target_": "sd_lightning.models.adapters.lora.LoRA", "rank": 8}
+    lora = {"_target_": "sd_lightning.models.lora.LoRA", "rank": 8}
     changed = config("gemini", devices=2, lora=lora, seed=3, model={"seed": 3}, optimizer={"lr": 2e-3})
     changed["strategy"]["offload_optim_frac"] = 0.5
     one = make_run(tmp_path / "one", config=config("ddp"), summary=facts())

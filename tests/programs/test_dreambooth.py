@@ -19,8 +19,8 @@ from refusals import call, contents, refuse
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.apps import dreambooth
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME
 from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.models.lora import WEIGHTS_NAME
 from sd_lightning.storage import checkpoint
 from small_training import assert_bitwise_equal
 

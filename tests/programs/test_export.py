@@ -20,8 +20,8 @@ from torch import Tensor
 import small_training
 from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME
 from sd_lightning.models.families import Architecture
+from sd_lightning.models.learned_token import WEIGHTS_NAME
 from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import merge_index, write_shards

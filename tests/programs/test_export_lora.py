@@ -16,7 +16,7 @@ from torch import Tensor
 import small_training as small
 from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME, Lora
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora
 from sd_lightning.storage import checkpoint, runs
 from small_models import SMALL_SDXL
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from s3_server import S3Server
-from sd_lightning import loading, precompute, train
+from sd_lightning import precompute, train
+from sd_lightning.models import latent_diffusion
 from sd_lightning.storage import object_store
 from small_store import write_photos
 
@@ -60,7 +61,7 @@ def test_a_bucket_that_cannot_be_used_is_told_before_the_model_is_loaded(
     def load_model(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(loading, "load_model", load_model)
+    monkeypatch.setattr(latent_diffusion, "load_model", load_model)
     monkeypatch.setattr(object_store, "WAITS", (0.0,) * len(object_store.WAITS))
 
     def refusals(url: str) -> list[str]:

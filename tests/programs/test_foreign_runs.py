@@ -27,8 +27,8 @@ from sd_lightning.apps.export import ExportRequest, ExportSource, read_model
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks.checkpoint.optimizer_change import adopt_settings, configured_groups, keep_states
 from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition, read_trainer_state
-from sd_lightning.loading import read_scheduler
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.loading import read_scheduler
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.runs import find_checkpoint
 from sd_lightning.storage.tensor_store import ShardedTensors

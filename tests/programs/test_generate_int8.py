@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def test_a_full_disk_leaves_nothing(cli: Any, pipeline: Path, tmp_path: Path, mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sd_lightning.loading.write_tensors", full)
+    monkeypatch.setattr("sd_lightning.models.loading.write_tensors", full)
     code, err = cli(f"model.pretrained={pipeline}", "quantization=int8", "save_to=new/small")
     assert code == 2
     assert "error: save_to=new/small cannot be written" in err and "No space left" in err and "free space" in err
@@ -102,7 +101,7 @@ MISTAKES = [
     (["quantization=int8", "save_to=taken"], "save_to=taken is not empty; choose another save_to=<folder>"),
     (["quantization=int8"], "generate got no prompts"),
     (["quantization=int4", "prompts=[a]"], "quantization=int4"),
-    (["quantization=int8", "quantization.linear=fp4", "prompts=[a]"], "expected one of bitsandbytes, torchao, weight_"),
+    (["quantization=int8", "quantization.linear=fp4", "prompts=[a]"], "expected one of bitsandbytes, weight_"),
     (["quantization=int8", "quantization.layers=[]", "prompts=[a]"], "expected a list of linear, conv2d, embedding"),
 ]
 
@@ -117,13 +116,6 @@ def test_mistake_is_one_line_and_writes_nothing(
     assert code == 2
     assert err.startswith("error: ") and message in err
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["taken", "taken/notes.txt"]
-
-
-def test_torchao_is_asked_for_by_name(cli: Any, pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    code, err = cli(f"model.pretrained={pipeline}", "quantization=int8", "quantization.linear=torchao", *QUICK)
-    assert code == 2
-    assert "Int8(linear='torchao')" in err and "pip install 'sd-lightning[torchao]'" in err
 
 
 def test_an_int8_folder_with_other_settings_is_refused(cli: Any, pipeline: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, precompute, train
-from sd_lightning.loading import load_model
+from sd_lightning.models.latent_diffusion import load_model
 
 Call = Callable[..., tuple[int, str]]
 SHORT = ("trainer.max_steps=3", "trainer.limit_val_batches=0", "callbacks.samples=null", "logger=csv")

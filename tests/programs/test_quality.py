@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sd_lightning.data.sources.digits import DigitJudge
+from sd_lightning.data.sources.digits import DigitClassifier
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,8 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def test_the_judge_reads_real_digits_that_it_was_not_fitted_on() -> None:
-    assert DigitJudge().real_accuracy >= 0.97
+def test_the_classifier_reads_real_digits_that_it_was_not_fitted_on() -> None:
+    assert DigitClassifier().real_accuracy >= 0.97
 
 
 def test_default_run_draws_what_is_asked_for(trained_run: Path) -> None:
@@ -56,7 +56,7 @@ def test_gemini_with_everything_offloaded_does_as_well_as_one_process_without(
 def test_the_exported_pipeline_draws_digits_in_plain_diffusers(
     trained_run: Path, tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:
-    """In a process in which sd_lightning cannot be imported; the judge reads the files afterwards."""
+    """In a process in which sd_lightning cannot be imported; the classifier reads the files afterwards."""
     program = """
 import sys
 sys.modules["sd_lightning"] = None
@@ -72,4 +72,4 @@ for i, image in enumerate(images):
 
     images = [Image.open(path) for path in sorted(tmp_path.glob("*.png"))]
     assert len(images) == 50
-    assert DigitJudge().accuracy(images, [i % 10 for i in range(50)]) >= 0.9
+    assert DigitClassifier().accuracy(images, [i % 10 for i in range(50)]) >= 0.9

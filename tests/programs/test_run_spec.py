@@ -20,7 +20,7 @@ from refusals import call, refuse
 from sd_lightning import UsageError
 from sd_lightning.apps import planning, preflight, train
 from sd_lightning.apps.run_spec import RunSpec, target_of
-from sd_lightning.loading import load_model
+from sd_lightning.models.latent_diffusion import load_model
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.predicted import predicted
 

@@ -144,7 +144,10 @@ def cut(folder: Path) -> None:
             lambda folder: (folder / UNET).unlink(),
             "diffusion_pytorch_model.safetensors: no such file; expected weights",
         ),
-        (lambda folder: (folder / "unet/config.json").unlink(), "/unet: cannot build UNet2DConditionModel: "),
+        (
+            lambda folder: (folder / "unet/config.json").unlink(),
+            "/unet/config.json: missing; copy the whole pipeline folder",
+        ),
         (cut, "diffusion_pytorch_model.safetensors: not a complete safetensors file .it ends within '"),
         (
             change(UNET, lambda tensors: tensors.pop("conv_in.weight")),

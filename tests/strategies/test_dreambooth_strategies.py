@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from glyph import glyphs, write_photos
 from ranks import run_jobs
 from sd_lightning.data.sources.dreambooth import class_folder
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME
+from sd_lightning.models.lora import WEIGHTS_NAME
 from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from loading_driver import begin_peak, status
 from sd_lightning import LatentDiffusion
-from sd_lightning.models.pipeline_folder import file_keys, weights_file
 from sd_lightning.planner.passes import weight_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage.safetensors_file import SLICE_BYTES
@@ -33,12 +32,12 @@ def write_sd21(folder: Path) -> None:
     model.save_pretrained(folder, skip=list(model.networks))
     for name, network in model.networks.items():
         component = model.components[name]
-        keys = file_keys(component, network.state_dict())
+        keys = component.file_keys(network.state_dict())
         tensors = {
             keys[key]: StreamedTensor(torch.float16, tuple(t.shape), partial(_random, t.numel()))
             for key, t in network.state_dict().items()
         }
-        file = folder / name / weights_file(component)
+        file = folder / name / component.weights_file
         if name == "unet":
             _write_shards(file, tensors)
         else:

@@ -29,8 +29,8 @@ import strategy_table
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
-from sd_lightning.models.adapters.lora import Lora, plain_names
 from sd_lightning.models.families import Component, architecture
+from sd_lightning.models.lora import Lora, plain_names
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors

@@ -20,7 +20,12 @@ def config(strategy: str = "single", *, devices: int = 1, batch_size: int = 64, 
         "name": "made",
         "output_dir": "runs/made",
         "seed": 0,
-        "model": {"_target_": "sd_lightning.loading.load_model", "architecture": "tiny", "pretrained": None, "seed": 0},
+        "model": {
+            "_target_": "sd_lightning.models.latent_diffusion.load_model",
+            "architecture": "tiny",
+            "pretrained": None,
+            "seed": 0,
+        },
         "data": {
             "_target_": "sd_lightning.data.builders.digits_data",
             "resolution": 32,

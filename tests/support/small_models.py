@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.models import assets
 from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture
+from sd_lightning.models.loading import TINY_VAE
 
 _TINY = architecture("tiny")
 _CLIP = {
@@ -80,5 +80,5 @@ _FEW_BLOCKS: Architecture = replace(
 def few_blocks(seed: int) -> LatentDiffusion:
     """Return the `tiny` model with one level and no middle block: engines spend time on every module of a network."""
     model = LatentDiffusion.build(_FEW_BLOCKS, seed=seed)
-    model.networks["vae"], model.components["vae"] = load_network(model.components["vae"], assets.TINY_VAE)
+    model.networks["vae"], model.components["vae"] = load_network(model.components["vae"], TINY_VAE)
     return model

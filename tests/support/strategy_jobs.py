@@ -22,9 +22,9 @@ from sd_lightning import SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.data.builders import dreambooth_data, image_folder_data
-from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.lora import Lora
 from sd_lightning.state.shards import LazyTensor, SavedParameter
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state

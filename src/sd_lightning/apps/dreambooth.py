@@ -20,9 +20,9 @@ from sd_lightning.apps.planning import run_of
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.apps.settings import options
 from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
-from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.meta import meta_networks
 from sd_lightning.planner.forecast import Forecast, Forecaster
 from sd_lightning.storage.atomic import check_writable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LEARNED_TOKEN = "sd_lightning.models.adapters.learned_token.LearnedToken"
+_LEARNED_TOKEN = "sd_lightning.models.learned_token.LearnedToken"
 _SAME = {
     "max_train_steps": "trainer.max_steps",
     "learning_rate": "optimizer.lr",

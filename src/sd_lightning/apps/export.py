@@ -20,16 +20,14 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.models import pipeline_folder
-from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.adapters.lora import is_adapter, plain_names
-from sd_lightning.models.adapters.lora_file import LoraFile
 from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
-from sd_lightning.models.pipeline_folder import read_json, weights_file, write_json
-from sd_lightning.quantization.config import read_record
+from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
+from sd_lightning.models.pipeline_folder import read_component, read_json, write_json
+from sd_lightning.quantization.int8 import read_record
 from sd_lightning.storage import atomic, checkpoint, runs, streamed_tensor
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
@@ -177,9 +175,9 @@ def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) 
 def _read_network(
     name: str, index: Mapping[str, Any], family: Family, source: ExportSource, request: ExportRequest
 ) -> Network:
-    component = pipeline_folder.read_component(index, name, family, source.pipeline)
+    component = read_component(index, name, family, source.pipeline)
     config = read_json(source.pipeline / name / "config.json")
-    tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
+    tensors = streamed_tensor.file_tensors(source.pipeline / name / component.weights_file)
     is_recorded = read_record(config, str(source.pipeline / name)) is not None
     if not is_recorded:
         refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
@@ -221,7 +219,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     """Return the network with the trained weights instead of their average."""
     prefix = f"master/{name}."
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
-    keys = pipeline_folder.file_keys(network.component, stored)
+    keys = network.component.file_keys(stored)
     return network.changed({keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()})
 
 
@@ -233,7 +231,7 @@ def write_pipeline(source: ExportSource, model: Model, folder: Path, request: Ex
     _place_parts(source.pipeline, folder, without_weights=changed)
     for name, network in changed.items():
         component = network.component
-        write_streamed(folder / name / weights_file(component), network.tensors, dtype=dtype)
+        write_streamed(folder / name / component.weights_file, network.tensors, dtype=dtype)
         stale = {"dtype", "torch_dtype"} & component.config.keys()
         if stale and request.dtype is not None:  # transformers would convert back to it
             config = component.config | dict.fromkeys(stale, request.dtype)
@@ -254,7 +252,7 @@ def write_single_file(source: ExportSource, model: Model, folder: Path, request:
     index, networks = read_json(source.pipeline / "model_index.json"), model.networks
     who = f"run={request.run} format=single_file"
     family = family_of(index["_class_name"], who=who)
-    layout = layout_of(family, networks["text_encoder"].component.config, who=who)
+    layout = layout_of(family, {name: network.component for name, network in networks.items()}, who=who)
     tensors = original_tensors({name: network.tensors for name, network in networks.items()}, layout, who=who)
     _check_space(tensors.values(), request)
     components = {name: _with_defaults(networks[name].component) for name in (family.denoiser, "vae")}
@@ -273,7 +271,7 @@ def write_single_file(source: ExportSource, model: Model, folder: Path, request:
 
 def _with_defaults(component: Component) -> Component:
     """Return the component with its class's defaults, which diffusers' single-file converter does not fill in."""
-    parameters = inspect.signature(pipeline_folder.class_of(component).__init__).parameters.values()
+    parameters = inspect.signature(component.load_class().__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return replace(component, config=defaults | component.config)
 

@@ -19,9 +19,9 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.loading import read_scheduler
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_

@@ -13,7 +13,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
-from sd_lightning.models.checkpointing import Kept, told
+from sd_lightning.models.checkpointing import Kept, description
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import remedies
 from sd_lightning.planner.calibration import device_name, file_of, hardware, hardware_here
@@ -186,7 +186,7 @@ def recomputation(spec: RunSpec, choice: PlanChoice | None = None) -> Recomputat
         )
     log.info(
         "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (%s: %s)",
-        *(who, taken, chosen.peak / GB, told(chosen.kept.values()) or "all keep everything"),
+        *(who, taken, chosen.peak / GB, description(chosen.kept.values()) or "all keep everything"),
         *(100 * chosen.slowdown, speeds.provenance, device.name),
     )
     return chosen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.runs import PLAN

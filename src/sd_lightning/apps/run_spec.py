@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
     from sd_lightning.diffusion.objective import Objective
-    from sd_lightning.models.adapters.learned_token import LearnedToken
-    from sd_lightning.models.adapters.lora import Lora
     from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.models.learned_token import LearnedToken
+    from sd_lightning.models.lora import Lora
     from sd_lightning.planner.checkpointing import Recomputation
     from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
@@ -40,8 +40,8 @@ class ModelSource:
 
     @cached_property
     def is_ours(self) -> bool:
-        """Whether :func:`sd_lightning.loading.load_model` builds it; users' own functions need not take its options."""
-        from sd_lightning.loading import load_model
+        """Whether our :func:`load_model` builds it; users' own functions need not take its options."""
+        from sd_lightning.models.latent_diffusion import load_model
 
         return self.builder.target is load_model
 
@@ -64,11 +64,11 @@ class ModelSource:
         if not self.is_ours:
             return
         if self.get("pretrained") is None:
-            from sd_lightning.models.pipeline_folder import check_unused
+            from sd_lightning.models.latent_diffusion import check_unused
 
             check_unused(**{key: self.get(key) for key in (*OF_PRETRAINED, "fresh_denoiser")})
         else:
-            from sd_lightning.loading import check_pretrained
+            from sd_lightning.models.loading import check_pretrained
 
             check_pretrained(self.get("architecture"), self.get("pretrained"), revision=self.get("revision"))
 

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 class SampleGrid(StepCallback, TakesMemory):
     """Callback that draws a grid of pictures with the exported weights, at an interval and when training ends.
 
-    Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a judge (the
-    digits), an independent classifier reads pictures drawn at the end: the *prompted accuracy* is the share that
-    shows its prompt. Drawing is collective: every rank draws its share of the prompts.
+    Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a classifier (the
+    digits), it reads pictures drawn at the end: the *prompted accuracy* is the share that shows its prompt. Drawing is
+    collective: every rank draws its share of the prompts.
 
     Args:
         run_dir: Directory of the run.
@@ -102,12 +102,12 @@ class SampleGrid(StepCallback, TakesMemory):
             return  # save and exit
         if self._drawn_step != trainer.global_step:
             self.draw(trainer, cast("SDLightningModule", pl_module))
-        judge = _judge(trainer)
-        if judge is None or not self.accuracy_samples:
+        classifier = _classifier(trainer)
+        if classifier is None or not self.accuracy_samples:
             return
-        prompts, labels = judge.prompts(self.accuracy_samples)
+        prompts, labels = classifier.prompts(self.accuracy_samples)
         images = self._sample(trainer, cast("SDLightningModule", pl_module), prompts)
-        self.prompted_accuracy = judge.accuracy(images, labels)
+        self.prompted_accuracy = classifier.accuracy(images, labels)
         for logger in trainer.loggers:
             logger.log_metrics({"samples/prompted_accuracy": self.prompted_accuracy}, step=trainer.global_step)
 
@@ -149,17 +149,17 @@ def sample_collectively(
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 
 
-def _judge(trainer: pl.Trainer) -> ImageClassifier | None:
-    """Return the data's judge, which tells whether a picture shows its prompt, if there is one."""
+def _classifier(trainer: pl.Trainer) -> ImageClassifier | None:
+    """Return the data's classifier, which tells whether a picture shows its prompt, if there is one."""
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    return data.source_train.judge
+    return data.source_train.classifier
 
 
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
-    """Return prompts of the judge, else the first held-out captions, else the first training captions."""
-    judge = _judge(trainer)
-    if judge is not None:
-        return judge.prompts(count)[0]
+    """Return prompts of the classifier, else the first held-out captions, else the first training captions."""
+    classifier = _classifier(trainer)
+    if classifier is not None:
+        return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
     held_out = [] if data.source_val is None else list(islice(_captions(data.source_val), count))
     return held_out or list(islice(_captions(data.source_train), count))

@@ -19,8 +19,7 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion import randomness
-from sd_lightning.diffusion.keyed_permutation import KeyedPermutation
-from sd_lightning.diffusion.randomness import Purpose
+from sd_lightning.diffusion.randomness import KeyedPermutation, Purpose
 
 ORDER_VERSION = 2
 """Version of the orders of epochs, recorded in checkpoints: a position is that of one order only."""

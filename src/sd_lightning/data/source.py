@@ -178,7 +178,7 @@ class Source(ABC):
         return self
 
     @property
-    def judge(self) -> ImageClassifier | None:
+    def classifier(self) -> ImageClassifier | None:
         """Classifier of pictures generated from these captions; None if there is none."""
         return None
 

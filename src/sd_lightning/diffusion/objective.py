@@ -103,19 +103,20 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Check values and combinations."""
-        if self.prediction_type is not None:
-            self._check_choice("prediction_type", get_args(PredictionType))
-        self._check_choice("timestep_sampling", get_args(TimestepSampling))
+        types, samplings = get_args(PredictionType), get_args(TimestepSampling)
+        of_choices = {"prediction_type": (*types, None), "timestep_sampling": samplings}
+        for name, choices in of_choices.items():
+            if getattr(self, name) not in choices:
+                raise self._invalid(name, f"one of {', '.join(filter(None, choices))}", choices[0])
         for name in ("noise_offset", "input_perturbation"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise _invalid(name, value, "a number >= 0", f"objective.{name}=0 (off) or 0.1")
-        if self.snr_gamma is not None and not (math.isfinite(self.snr_gamma) and self.snr_gamma > 0):
-            raise _invalid("snr_gamma", self.snr_gamma, "a number > 0 or null", "objective.snr_gamma=5")
-        if not (math.isfinite(self.logit_std) and self.logit_std > 0):
-            raise _invalid("logit_std", self.logit_std, "a number > 0", "objective.logit_std=1")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise self._invalid(name, "a number >= 0", "0 (off) or 0.1")
+        if self.snr_gamma is not None and not 0 < self.snr_gamma < math.inf:
+            raise self._invalid("snr_gamma", "a number > 0 or null", "5")
+        if not 0 < self.logit_std < math.inf:
+            raise self._invalid("logit_std", "a number > 0", "1")
         if not math.isfinite(self.logit_mean):
-            raise _invalid("logit_mean", self.logit_mean, "a finite number", "objective.logit_mean=0")
+            raise self._invalid("logit_mean", "a finite number", "0")
         if self.timestep_sampling == "uniform" and (self.logit_mean, self.logit_std) != (0.0, 1.0):
             raise UsageError(
                 f"Objective got logit_mean={self.logit_mean}, logit_std={self.logit_std} with "
@@ -134,10 +135,10 @@ class Objective:
                 "Set objective.prediction_type=v_prediction, or objective.rescale_betas_zero_snr=false."
             )
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise _invalid(name, value, f"one of {', '.join(choices)}", f"objective.{name}={choices[0]}")
+    def _invalid(self, name: str, expected: str, example: str) -> UsageError:
+        return UsageError(
+            f"Objective got {name}={getattr(self, name)!r}; expected {expected}. Set objective.{name}={example}."
+        )
 
     def resolve(self, scheduler_config: Mapping[str, Any]) -> Objective:
         """Return the objective with the model's own prediction type where none was chosen.
@@ -273,7 +274,3 @@ class Objective:
             scheduler_config: The model's diffusers scheduler config.
         """
         return self.prediction.scheduler_overrides(scheduler_config, zero_snr=self.rescale_betas_zero_snr)
-
-
-def _invalid(name: str, value: object, expected: str, remedy: str) -> UsageError:
-    return UsageError(f"Objective got {name}={value!r}; expected {expected}. Set {remedy}.")

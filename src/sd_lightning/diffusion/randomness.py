@@ -12,7 +12,9 @@ SC 2011) in int64 operations. Its 128-bit counter and 64-bit key are used as::
     counter = (block of four words inside the sample, index & 0xffffffff,
                epoch & 0xffffffff, purpose | (index >> 32) << 8)
 
-Floats are made by :mod:`sd_lightning.diffusion.exact_float`, with the same bits everywhere.
+Floats have the same bits on every device, CPU type and build of torch: they are made with exactly rounded operations
+only (``+``, ``*``, ``/`` and integer to float conversion, each its own kernel). The logarithm, sine and even square
+root of maths libraries differ in the last bit.
 
 On the CPU, numpy computes the numbers: a draw is some two hundred small operations, and each takes numpy a third of
 torch's time. On other devices the same code runs on tensors, so it uses only operations that both support.
@@ -22,14 +24,15 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.exact_float import Array, box_muller, float32
+
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -215,3 +218,195 @@ def _cut(numbers: Tensor | np.ndarray, shape: tuple[int, ...]) -> Tensor:
 
 def _stack(parts: tuple[Array, ...]) -> Array:
     return np.stack(parts, axis=-1) if isinstance(parts[0], np.ndarray) else torch.stack(parts, dim=-1)
+
+
+# Near-minimax polynomials, lowest power first (Chebyshev interpolation, rounded to float32).
+# -2 ln(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1]: relative error 3e-8.
+_MINUS_TWO_LOG1P = (
+    -2.0,
+    0.9999997615814209,
+    -0.6666836738586426,
+    0.5000430941581726,
+    -0.39913955330848694,
+    0.33121392130851746,
+    -0.2989819049835205,
+    0.2875466048717499,
+    -0.17487891018390656,
+)
+# sin(pi/2 w) / w in powers of w**2 on [-1, 1]: absolute error 7e-9.
+_SIN_HALF_PI = (
+    1.5707963705062866,
+    -0.6459637880325317,
+    0.07968991994857788,
+    -0.004674150608479977,
+    0.0001516751217423007,
+)
+# cos(pi/2 w) in powers of w**2 on [-1, 1]: absolute error 3e-10.
+_COS_HALF_PI = (
+    1.0,
+    -1.2337005138397217,
+    0.2536693215370178,
+    -0.02086268737912178,
+    0.0009177238680422306,
+    -2.3824535674066283e-05,
+)
+
+
+def box_muller(radius_word: Array, angle_word: Array) -> tuple[Array, Array]:
+    """Turn pairs of random 32-bit words into pairs of independent standard normal numbers (Box and Muller, 1958).
+
+    Args:
+        radius_word: int64, in [0, 2**32).
+        angle_word: int64, of the same shape.
+
+    Returns:
+        Two float32 tensors (arrays) of that shape, always finite (|z| <= 6.67).
+    """
+    radius = _sqrt_minus_two_log(radius_word)
+    # Half the angle, in units of pi/2, in [-1, 1): the double-angle formulas then cover the
+    # circle with polynomials on half of it.
+    half = float32(angle_word - 2**31)
+    half *= 2.0**-31
+    squared = half * half
+    sine = _polynomial(squared, _SIN_HALF_PI)
+    sine *= half
+    cosine = _polynomial(squared, _COS_HALF_PI)
+    cosine *= sine
+    cosine *= 2.0
+    cosine *= radius
+    sine *= sine
+    sine *= -2.0
+    sine += 1.0
+    sine *= radius
+    return sine, cosine
+
+
+def float32(x: Array) -> Array:
+    """Convert to float32."""
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.to(torch.float32)
+
+
+def _as_int32(x: Array) -> Array:
+    return x.view(np.int32 if isinstance(x, np.ndarray) else torch.int32)
+
+
+def _as_float32(x: Array) -> Array:
+    return x.view(np.float32 if isinstance(x, np.ndarray) else torch.float32)
+
+
+def _sqrt_minus_two_log(word: Array) -> Array:
+    """Return sqrt(-2 ln((word + 1) / 2**32)) in float32."""
+    bits = _as_int32(float32(word + 1))
+    # word + 1 = 2**exponent * (1 + fraction), with 1 + fraction in [sqrt(1/2), sqrt(2)).
+    exponent = bits - 0x3F3504F3
+    exponent >>= 23
+    fraction = _as_float32(bits - (exponent << 23))
+    fraction -= 1.0
+    result = _polynomial(fraction, _MINUS_TWO_LOG1P)
+    result *= fraction
+    scale = float32(32 - exponent)
+    scale *= 2.0 * math.log(2.0)
+    result += scale
+    return _square_root(result)
+
+
+def _square_root(x: Array) -> Array:
+    """Return sqrt(x) to one unit in the last place, for float32 x >= +0 (not -0) below 45.
+
+    Three steps of Heron's method from a guess based on the bits. ``torch.sqrt`` on the CPU is
+    MKL's, which is not exactly rounded and so differs from other builds and devices.
+    """
+    root = _as_float32((_as_int32(x) >> 1) + 0x1FBD1DF5)
+    for _ in range(3):
+        root = x / root + root
+        root *= 0.5
+    return root
+
+
+def _polynomial(x: Array, coefficients: tuple[float, ...]) -> Array:
+    """Evaluate a polynomial by Horner's rule, without fused multiply-adds."""
+    result = x * coefficients[-1]
+    for coefficient in reversed(coefficients[1:-1]):
+        result += coefficient
+        result *= x
+    result += coefficients[0]
+    return result
+
+
+LONGEST = 2**62
+_PERMUTATION_ROUNDS = 12  # fewer leave a measurable preference among the permutations of six
+# The finalizer of splitmix64 (variant 13 of Stafford, "Better bit mixing").
+_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class KeyedPermutation:
+    """A permutation of ``range(length)`` in constant memory, a pure function of its arguments.
+
+    It is a Feistel network over pairs of unequal halves (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002): a position is written as ``left * width + right``, and each round adds a keyed hash of one half to the
+    other. ``height * width`` is at least the length and at most a square root more, so that few results lie outside the
+    range. Those are permuted again until they lie inside (cycle walking), which keeps the map a permutation.
+    """
+
+    def __init__(self, length: int, *, seed: int, epoch: int, stream: int = 0) -> None:
+        """Derive the keys of the rounds.
+
+        Args:
+            length: Length of the permutation, at most 2**62.
+            seed: In [0, 2**64).
+            epoch: Index of the pass over the data.
+            stream: Number that tells apart the permutations of one epoch.
+
+        Raises:
+            UsageError: The seed is out of range.
+        """
+        assert 0 <= length <= LONGEST, f"no permutation of length {length}"
+        self._length = np.uint64(length)
+        self._height = np.uint64(math.isqrt(length) + 1)
+        self._width = np.uint64(-(-length // int(self._height)) or 1)
+        shape = (2 * _PERMUTATION_ROUNDS,)
+        words = integers(seed, epoch, torch.tensor([stream]), Purpose.SHUFFLE, 2**31, shape)[0].numpy()
+        self._keys = (words[::2] << 32 | words[1::2]).astype(np.uint64)
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Return what stands at ``positions``.
+
+        Args:
+            positions: (N,) int64, in ``range(length)``.
+
+        Returns:
+            (N,) int64.
+        """
+        values = positions.astype(np.uint64)
+        assert not (values >= self._length).any(), f"positions beyond range({self._length})"
+        values = self._permute(values)
+        outside = np.flatnonzero(values >= self._length)
+        while outside.size:
+            values[outside] = self._permute(values[outside])
+            outside = outside[values[outside] >= self._length]
+        return values.astype(np.int64)
+
+    def _permute(self, values: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(values, self._width)
+        for first, second in self._keys.reshape(-1, 2):
+            left = _shifted(left, right, first, self._height)
+            right = _shifted(right, left, second, self._width)
+        return left * self._width + right
+
+
+def _shifted(half: np.ndarray, other: np.ndarray, key: np.uint64, modulus: np.uint64) -> np.ndarray:
+    """Add a hash of the other half to ``half``, modulo ``modulus``."""
+    half = half + (_mixed(other + key) >> np.uint64(32)) * modulus // np.uint64(2**32)
+    # The difference wraps to a huge number where the sum is below the modulus.
+    shifted: np.ndarray = np.minimum(half, half - modulus)
+    return shifted
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Hash 64-bit words, a bijection; overwrites ``words``."""
+    words ^= words >> np.uint64(30)
+    words *= _MIXERS[0]
+    words ^= words >> np.uint64(27)
+    words *= _MIXERS[1]
+    words ^= words >> np.uint64(31)
+    return words

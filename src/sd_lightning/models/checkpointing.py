@@ -68,7 +68,7 @@ def kept_by(blocks: Iterable[nn.Module]) -> set[Kept]:
     return {getattr(block, "_kept", Kept.ALL) for block in blocks}
 
 
-def told(kept: Iterable[Kept]) -> str:
+def description(kept: Iterable[Kept]) -> str:
     """Return how many blocks keep what, as text: "4 keep convolutions, 2 keep inputs"."""
     values = list(kept)
     return ", ".join(f"{count} keep {each.value}" for each in Kept if (count := values.count(each)))

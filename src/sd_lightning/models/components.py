@@ -1,9 +1,9 @@
-"""Networks and tokenizers of a pipeline: build them, load them, or defer reading their weights."""
+"""Networks and tokenizers of a pipeline: load them, in float32 or int8, or defer reading their weights."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,20 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import Component
-from sd_lightning.models.part_files import check_config, check_part
-from sd_lightning.models.pipeline_folder import QUANTIZATION, class_of, file_keys, first_line, read_json, weights_file
+from sd_lightning.models.families import Component, Family
+from sd_lightning.models.pipeline_folder import check_part, first_line, read_json
+from sd_lightning.quantization.int8 import (
+    NUM_LAYERS,
+    QUANTIZATION,
+    Int8,
+    cast_rest,
+    describe,
+    read_record,
+    set_structure,
+)
+from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
-from sd_lightning.storage.streamed_tensor import tensors_in
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -35,7 +43,7 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
         )
     check_part(folder)
     try:
-        return class_of(component).from_pretrained(folder)
+        return component.load_class().from_pretrained(folder)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UsageError(
             f"{folder}: cannot load the tokenizer: {first_line(error)}; copy or download that folder again"
@@ -45,36 +53,14 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
 def load_network(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
     """Load one network in float32 from safetensors and return it with its record (class and configuration).
 
+    Tensors that the network has no place for are ignored, as diffusers and transformers do.
+
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.
     """
-    options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
-    if component.library == "transformers":  # otherwise its error does not name the tensor of the wrong shape
-        options["ignore_mismatched_sizes"] = True
-    try:
-        if folder.is_dir():
-            check_part(folder)
-            _check_weights(component, folder, variant)
-        else:  # a repository of the hub
-            check_config(class_of(component).load_config(folder), str(folder))
-        with no_progress_bar():
-            network, loaded = class_of(component).from_pretrained(folder, output_loading_info=True, **options)
-    except UsageError:
-        raise
-    except Exception as error:  # values of unexpected types raise anything
-        raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
-    random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-    if random:  # both libraries would continue with random values
-        raise UsageError(_misses(folder, component, random))
-    return network, _described(component, network)
-
-
-def _check_weights(component: Component, folder: Path, variant: str | None) -> None:
-    """Check the headers of the weight files, if there are any: the libraries take them as they are."""
-    files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
-    dtypes = {name: tensor.dtype for file in files for name, tensor in tensors_in(file).items()}
-    if QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
-        refuse_int8(folder, dtypes)
+    network, component, deferred = defer_network(component, folder, variant=variant, ignore_unknown=True)
+    deferred.fill_(network.eval(), torch.device("cpu"))
+    return network, component
 
 
 def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -97,6 +83,7 @@ def defer_network(
     *,
     variant: str | None = None,
     prepare: Callable[[nn.Module, ShardedTensors], None] | None = None,
+    ignore_unknown: bool = False,
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Build one network on the meta device, in float32, and locate its weights without reading them.
 
@@ -107,6 +94,7 @@ def defer_network(
         folder: Folder of its files.
         variant: File variant.
         prepare: Called with the network and its files before their tensors are compared; may replace layers.
+        ignore_unknown: Whether the files may hold tensors that the network has no place for.
 
     Returns:
         The network, its record with the configuration, and its deferred weights.
@@ -115,7 +103,7 @@ def defer_network(
         UsageError: Its files are missing, unreadable or pickled, or their tensors differ from the network's.
     """
     network = _empty_network(component, folder)
-    files = indexed_files(folder / weights_file(component), variant=variant)
+    files = indexed_files(folder / component.weights_file, variant=variant)
     store = ShardedTensors(folder, files=[file.name for file in files])
     if prepare is not None:
         prepare(network, store)
@@ -128,12 +116,71 @@ def defer_network(
         raise UsageError(_misses(folder, component, wrong))
     unknown = sorted(set(store.keys()) - {keys[name] for name in shapes})
     unknown = [key for key in unknown if not key.endswith("position_ids")]  # saved by transformers before 4.31
-    if unknown:
+    if unknown and not ignore_unknown:
         raise UsageError(
             f"{folder}: the weights hold {_and_more(unknown)}, for which {component.class_name} of this config.json "
             "has no place, and which would be lost in training; copy the config.json that belongs to them"
         )
     return network, _described(component, network), DeferredWeights(store, {name: keys[name] for name in shapes})
+
+
+def stored_int8(folder: Path) -> Int8 | None:
+    """Return the int8 settings of the network in a folder; None if it is not in int8.
+
+    Raises:
+        UsageError: ``config.json`` is missing, or the settings in it are damaged.
+    """
+    return read_record(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def load_int8_network(
+    component: Component, folder: Path, config: Int8, family: Family, *, variant: str | None = None
+) -> tuple[nn.Module, Component]:
+    """Load a network whose weight files are in int8, layer by layer, in no more memory than the result takes.
+
+    Args:
+        component: The network's library and class.
+        folder: Folder of its files.
+        config: Its int8 settings, with the kernel to use.
+        family: Tells whether the network overflows in float16.
+        variant: File variant.
+
+    Returns:
+        The network, and its record with the configuration.
+
+    Raises:
+        UsageError: Files are missing, damaged or of another network, or a package is missing.
+    """
+    network, component, deferred = defer_network(
+        component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
+    )
+    cast_rest(network, config, upcast=family.draws_in_float32(network))
+    for _, layer in int8_layers(network):
+        layer.weight = torch.empty_like(layer.weight, device="cpu")
+        layer.weight_scale = torch.empty_like(layer.weight_scale, device="cpu")
+    deferred.fill_parameters(network, [name for name, _ in network.named_parameters()])
+    deferred.fill_buffers(network)
+    describe(network, config)
+    return network, component
+
+
+def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folder: Path) -> None:
+    """Convert the layers that have scales in the files to int8 layers."""
+    suffix = ".weight_scale"
+    stored = {key.removesuffix(suffix) for key in store.keys() if key.endswith(suffix)}
+    wrong = sorted(key for key in stored if f"{key}.weight" in store and store.dtype(f"{key}.weight") != torch.int8)
+    expected = read_json(folder / "config.json")[QUANTIZATION].get(NUM_LAYERS)
+    if wrong or len(stored) != expected:
+        found = f"{wrong[0]}.weight, which has scales, is not" if wrong else f"{len(stored)} of the weights are"
+        raise UsageError(
+            f"{folder}: config.json says that {expected} layers are in int8, but {found}; copy the whole folder again"
+        )
+    names = {
+        name
+        for name, module in network.named_modules()
+        if type(module) in INT8_CLASSES and not stored.isdisjoint({name, f"text_model.{name}"})
+    }
+    set_structure(network, names, config, folder.name)
 
 
 def meta_network(component: Component, folder: Path) -> tuple[nn.Module, Component]:
@@ -157,12 +204,12 @@ def _empty_network(component: Component, folder: Path) -> Any:
     """Build a network with its parameters on the meta device; computed buffers get their values."""
     from accelerate import init_empty_weights
 
-    cls = class_of(component)
+    cls = component.load_class()
     try:
         if folder.is_dir():
             check_part(folder)
         with init_empty_weights(include_buffers=False):
-            if component.library != "transformers":
+            if not component.is_of_transformers:
                 config = cls.load_config(folder)
                 return cls.from_config({k: v for k, v in config.items() if k != QUANTIZATION})
             config = cls.config_class.from_pretrained(folder)
@@ -176,17 +223,23 @@ def _empty_network(component: Component, folder: Path) -> Any:
 
 def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:
     """Map the network's tensor names to their keys in the files, without those that no file has."""
-    if component.library != "transformers":
+    if not component.is_of_transformers:
         keys = {key: key for key in store.keys()}
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
-    written = file_keys(component, network.state_dict())
-    return {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
+    written = component.file_keys(network.state_dict())
+    keys = {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
+    for name, other in getattr(network, "all_tied_weights_keys", {}).items():  # transformers may have saved only one
+        if name in keys:
+            keys.setdefault(other, keys[name])
+        elif other in keys:
+            keys[name] = keys[other]
+    return keys
 
 
 def _described(component: Component, network: Any) -> Component:
     """Return the record of a network built from its configuration file."""
-    live = network.config.to_dict() if component.library == "transformers" else dict(network.config)
+    live = network.config.to_dict() if component.is_of_transformers else dict(network.config)
     other = ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
     config = {key: value for key, value in live.items() if key not in other and not key.startswith("_")}
     return Component(component.library, component.class_name, config)
@@ -200,34 +253,3 @@ def _misses(folder: Path, component: Component, names: Sequence[str]) -> str:
 
 def _and_more(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-@contextlib.contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Disable transformers' progress bar: it shows for every network, without a download."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
-def instantiate(component: Component, *, seed: int | None = None) -> nn.Module:
-    """Build a network from its configuration, with random weights.
-
-    Args:
-        component: The network's record.
-        seed: Seed of the weights, drawn without a change of the global generator; None draws from that one.
-    """
-    if seed is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return instantiate(component)
-    cls = class_of(component)
-    if component.library != "transformers":
-        return cls.from_config(dict(component.config))
-    return cls(cls.config_class(**component.config))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import Conditioning, join_conditioning, map_conditioning
+from sd_lightning.models.families.base import Batch, Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
 from sd_lightning.state.host import host_memory, streams_of
@@ -152,17 +152,6 @@ class LatentEncoder:
         noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, shape)
         return model.family.latents(model.components["vae"].config, encoded, noise)
 
-    def conditioning(self, batch: Mapping[str, Any], *, prefix: str = "") -> Conditioning:
-        """Return the conditioning of a batch, float32; see :meth:`Family.condition`.
-
-        Args:
-            batch: With ``text_embeddings``, which :meth:`embed` made, or else ``input_ids``, which are encoded now.
-            prefix: "wrong_" for the conditioning of ``wrong_text_embeddings`` or ``wrong_input_ids``.
-        """
-        stored, ids = f"{prefix}text_embeddings", f"{prefix}input_ids"
-        embeddings = batch[stored] if stored in batch else self.embed(batch[ids])
-        return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
-
     @torch.no_grad()
     def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Encode captions, given as token ids (B, L) by text encoder, float32; see :meth:`Family.embed`."""
@@ -185,7 +174,10 @@ class LatentEncoder:
         with self._at_work(list(model.text_encoders.values())):
             return map_conditioning(model.family.embed(model.text_encoders, input_ids), lambda t: t.float())
 
-    def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
+    def _conditioning(self, embeddings: Conditioning, batch: Batch) -> Conditioning:
+        return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
+
+    def __call__(self, batch: Batch, *, seed: int) -> Batch:
         """Replace pixels (or stored moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
 
         A batch that has ``latents`` keeps them.
@@ -193,14 +185,16 @@ class LatentEncoder:
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
         ``wrong_text_embeddings`` are used instead of token ids.
         """
-        batch = dict(batch)
+        batch = batch.copy()
         pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
         if moments is None and pixels is not None:
             moments = self.encode_moments(pixels)
         if moments is not None:
             batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
         if not self.train_text_encoder:
-            for prefix in ("", "wrong_") if "wrong_input_ids" in batch else ("",):
-                batch[f"{prefix}conditioning"] = self.conditioning(batch, prefix=prefix)
-                batch.pop(f"{prefix}text_embeddings", None)
+            stored, wrong = batch.pop("text_embeddings", None), batch.pop("wrong_text_embeddings", None)
+            batch["conditioning"] = self._conditioning(stored or self.embed(batch["input_ids"]), batch)
+            if "wrong_input_ids" in batch:
+                wrong = wrong or self.embed(batch["wrong_input_ids"])
+                batch["wrong_conditioning"] = self._conditioning(wrong, batch)
         return batch

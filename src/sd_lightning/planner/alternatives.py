@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.models.lora import Lora
 from sd_lightning.planner.devices import Cluster, tables
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.run import TrainingRun

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_lightning.models.adapters.lora import freeze_unused
 from sd_lightning.models.checkpointing import recompute_
 from sd_lightning.models.families.base import Conditioning, map_conditioning
 from sd_lightning.models.families.blocks import (
@@ -19,6 +18,7 @@ from sd_lightning.models.families.blocks import (
     repeated_blocks,
 )
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.lora import freeze_unused
 from sd_lightning.models.meta import meta_batch, meta_conditioning, meta_networks, unused_parameters
 from sd_lightning.planner.footprint import Weight
 from sd_lightning.planner.recording import PRIME, record

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.lora import Lora
 from sd_lightning.planner.footprint import OptimizerFactory
 
 

@@ -1,4 +1,4 @@
-"""Layers whose weights are int8 buffers: linear, convolution, embedding.
+"""Layers whose weights are int8 buffers (linear, convolution, embedding), and the kernel of LLM.int8().
 
 A layer is converted and restored in place, by changing its class, so that references to it (from LoRA adapters or
 hooks) stay valid. The weights are buffers, not parameters: they are not trained, and the dtype of a network's first
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.quantization.linear import KERNELS, multiply
 
 Rows = Callable[[int, int], Tensor]
 """(begin, end) -> these rows of a weight, in any floating-point dtype."""
@@ -94,9 +94,9 @@ class Int8Layer(nn.Module):
 
 
 class Int8Linear(Int8Layer, nn.Linear):
-    """A linear layer that multiplies with ``kernel``.
+    """A linear layer that multiplies with ``kernel``: "weight_only" or "bitsandbytes", which reads the same weights.
 
-    int8 kernels have no gradient. If one is needed (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
+    The kernel has no gradient. If one is needed (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
     """
 
     kernel: str
@@ -104,8 +104,8 @@ class Int8Linear(Int8Layer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.dtype_for(x)
-        if self.kernel in KERNELS and not (x.requires_grad and torch.is_grad_enabled()):
-            return multiply(x, dtype, self.kernel, self.weight, self.weight_scale, self.bias, self.threshold)
+        if self.kernel == "bitsandbytes" and not (x.requires_grad and torch.is_grad_enabled()):
+            return _multiply(x, dtype, self.weight, self.weight_scale, self.bias, self.threshold)
         return F.linear(x.to(dtype), self.for_one_call(dtype), _cast(self.bias, dtype))
 
 
@@ -210,3 +210,97 @@ def to_float(layer: Int8Layer) -> None:
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
+
+
+def _multiply(
+    x: Tensor, dtype: torch.dtype, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float
+) -> Tensor:
+    """Multiply by LLM.int8(), arXiv 2208.07339: int8 activations per row, outlier columns unquantised.
+
+    Args:
+        x: (…, I).
+        dtype: Dtype of the result.
+        weight: (O, I), int8.
+        scale: (O,), float32.
+        bias: (O,).
+        threshold: Columns with activations of at least this magnitude are multiplied unquantised; 0 for none. On a GPU
+            the largest columns are, whatever their magnitude.
+
+    Returns:
+        (…, O).
+    """
+    shape = (*x.shape[:-1], len(weight))
+    if x.is_meta:  # a memory trace: allocate what is live in a kernel on a GPU
+        num_rows = min(x.numel() // x.shape[-1], _BLOCK_ROWS_ON_GPU)
+        _inputs = [
+            x.new_empty(num_rows, x.shape[-1], dtype=each) for each in (torch.float32, torch.float32, torch.int8)
+        ]
+        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, torch.float32)]
+        return x.new_empty(shape)
+    rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels ignore strides
+    return _llm_int8(rows, weight, scale, bias, threshold).view(shape)
+
+
+# A custom operator, because torch.compile cannot trace it: the number of outliers depends on the data.
+@torch.library.custom_op("sd_lightning::llm_int8", mutates_args=())
+def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    if rows.is_cpu:
+        return _in_blocks(rows, weight, scale, bias, partial(_outliers, threshold=threshold), _BLOCK_ROWS)
+    return _in_blocks(rows, weight, scale, bias, _largest if threshold else _no_columns, _BLOCK_ROWS_ON_GPU)
+
+
+_BLOCK_ROWS = 256
+"""Rows that are quantised, multiplied and scaled at a time on a CPU, so that they stay in its cache."""
+_BLOCK_ROWS_ON_GPU = 4096
+"""The same on a GPU, to bound the memory of float32 activations and int32 products."""
+_LARGEST = 32
+"""On a GPU, one of so many columns is multiplied unquantised, but at least eight."""
+
+Columns = Callable[[Tensor], Tensor]
+"""Magnitudes of activations (N, I) -> columns (K,) to multiply unquantised."""
+
+
+def _outliers(sizes: Tensor, *, threshold: float) -> Tensor:
+    """Return the columns that reach the threshold; the host waits for their number."""
+    return (sizes.amax(0) >= threshold).nonzero().view(-1) if threshold else _no_columns(sizes)
+
+
+def _largest(sizes: Tensor) -> Tensor:
+    """Return the largest columns, whether or not they reach a threshold: a fixed number, so that the host waits not."""
+    return sizes.amax(0).topk(min(max(sizes.shape[1] // _LARGEST, 8), sizes.shape[1]), sorted=False).indices
+
+
+def _no_columns(sizes: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=sizes.device)
+
+
+def _in_blocks(
+    rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, columns: Columns, block_rows: int
+) -> Tensor:
+    """Compute LLM.int8() block by block in float32, of which only the products are int8.
+
+    Of bitsandbytes only the product is used. On a CPU its other operations run over the whole input, which takes twice
+    the time. On CUDA they take float16 only, in which activations beyond 65504 are infinite, and wait for the number of
+    outliers. Outlier columns are found per block and excluded from its row scales.
+    """
+    import bitsandbytes  # noqa: F401  registers the operator
+
+    out = rows.new_empty(len(rows), len(weight))
+    for begin in range(0, len(rows), block_rows):
+        x, y = rows[begin : begin + block_rows].float(), out[begin : begin + block_rows]
+        sizes = x.abs()
+        apart = columns(sizes)
+        kept = x[:, apart]
+        if len(apart):
+            x, sizes = x.index_fill(1, apart, 0), sizes.index_fill_(1, apart, 0)
+        row_scale = sizes.amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
+        quantized = torch.div(x, row_scale, out=sizes).round_().to(torch.int8)
+        product = torch.ops.bitsandbytes.int8_linear_matmul.default(quantized, weight) * row_scale
+        product = product.mul_(scale) if bias is None else torch.addcmul(bias.float(), product, scale)
+        y.copy_(product.addmm_(kept, (weight[:, apart] * scale[:, None]).t()) if len(apart) else product)
+    return out
+
+
+@_llm_int8.register_fake
+def _(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
-from sd_lightning.models.families.base import Conditioning, map_conditioning
+from sd_lightning.models.families.base import Batch, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Networks = Mapping[str, nn.Module]
 """The trained networks by name: the denoiser, and the text encoders that are trained."""
-Batch = Mapping[str, Any]
 
 
 class DiffusionLoss:
@@ -52,16 +50,18 @@ class DiffusionLoss:
         if "wrong_input_ids" in batch:
             noisy = self._noisy(batch, min_timestep=self.schedule.num_train_timesteps // 2)
             right = self._per_sample(networks, noisy, conditioning)
-            wrong = self._conditioning(networks, batch, prefix="wrong_")
+            wrong = self._conditioning(networks, batch, wrong=True)
             metrics["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
         return metrics
 
-    def _conditioning(self, networks: Networks, batch: Batch, *, prefix: str = "") -> Conditioning:
+    def _conditioning(self, networks: Networks, batch: Batch, *, wrong: bool = False) -> Conditioning:
         """Return the conditioning of a batch: that of the frozen text encoders, or now that of the trained ones."""
-        if prefix + "conditioning" in batch:
-            return batch[prefix + "conditioning"]
+        encoded = batch.get("wrong_conditioning") if wrong else batch.get("conditioning")
+        if encoded is not None:
+            return encoded
         encoders = {name: networks[name] for name in self._model.text_encoders if name in networks}
-        return self._model.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
+        input_ids = batch["wrong_input_ids"] if wrong else batch["input_ids"]
+        return self._model.condition(encoders, {**batch, "input_ids": input_ids})
 
     def _noisy(self, batch: Batch, *, min_timestep: int = 0) -> NoisyBatch:
         return self._objective.prepare(

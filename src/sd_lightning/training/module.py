@@ -20,13 +20,14 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.diffusion.objective import Objective
 from sd_lightning.diffusion.prediction import Schedule
-from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.checkpointing import Kept, kept_by
 from sd_lightning.models.encoder import Dtype, LatentEncoder
+from sd_lightning.models.families.base import Batch
 from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.lora import Lora
 from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of, gradient_scaler, takes_found_inf
@@ -232,11 +233,11 @@ class SDLightningModule(pl.LightningModule):
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
 
-    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Encode images and captions with the frozen encoders."""
         return self.encoder(batch, seed=self.seed)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
         loss = self.training_loss(batch)
         mean, before = loss.detach(), batch_idx % self.trainer.accumulate_grad_batches
@@ -261,11 +262,11 @@ class SDLightningModule(pl.LightningModule):
             return True
         return any(str(getattr(callback, "monitor", None)).startswith("train/") for callback in trainer.callbacks)
 
-    def training_loss(self, batch: dict[str, Any]) -> Tensor:
+    def training_loss(self, batch: Batch) -> Tensor:
         """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""
         return self._losses.mean(self.trained_networks(), batch)
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
 
         The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
@@ -274,11 +275,11 @@ class SDLightningModule(pl.LightningModule):
         """
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the metrics of :meth:`validation_step` as ``test/loss`` and ``test/caption_gap``."""
         self._evaluate(batch, "test")
 
-    def _evaluate(self, batch: dict[str, Any], prefix: str) -> None:
+    def _evaluate(self, batch: Batch, prefix: str) -> None:
         metrics = self._losses.held_out(self.trained_networks(), batch)
         # Padding samples, which fill up the last batches so that all ranks make the same calls, have weight 0.
         weight = batch.get("sample_weight", torch.ones_like(metrics["loss"]))
@@ -392,6 +393,6 @@ class SDLightningModule(pl.LightningModule):
             if self.encoder.offload:
                 self.encoder.to(self.encoder.device)  # moves the encoders back to host memory
 
-    def flops_per_sample(self, batch: dict[str, Any]) -> int:
+    def flops_per_sample(self, batch: Batch) -> int:
         """Return the floating-point operations of forward and backward for one sample of ``batch``."""
         return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch.get("conditioning"))

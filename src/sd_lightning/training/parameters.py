@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
 
 

@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
-from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.adapters.lora import Lora, adapted_weights, is_adapter, merge, plain_names
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.pipeline_folder import file_keys, weights_file
+from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, merge, plain_names
 from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import bytes_of
@@ -214,9 +213,9 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
         weights = {name: _Weights(store, run_dir, name, network, averaged) for name, network in networks.items()}
         atomic.hard_link_tree(run_dir / "frozen", tmp / "pipeline")
         for name, network in networks.items():
-            file = Path(name, weights_file(component_of[name]))
+            file = Path(name, component_of[name].weights_file)
             plain = plain_names(weights[name].state)
-            keys = file_keys(component_of[name], plain)
+            keys = component_of[name].file_keys(plain)
             merged = weights[name].merged(network) if lora is not None and lora.merge else {}
             sources = {keys[k]: merged.get(live) or weights[name].source(live) for k, live in plain.items()}
             if not merged and not any(weights[name].is_trained(live) for live in plain.values()):

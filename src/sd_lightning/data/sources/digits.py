@@ -78,9 +78,9 @@ class Digits(Source):
         return self._captions[self.labels[index]]
 
     @cached_property
-    def judge(self) -> DigitJudge:
+    def classifier(self) -> DigitClassifier:
         """Independent classifier of generated digits, for the prompted accuracy."""
-        return DigitJudge()
+        return DigitClassifier()
 
     def name(self, index: int) -> str:
         """Return e.g. ``digits/train/17``."""
@@ -91,7 +91,7 @@ class Digits(Source):
         return self.key(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
 
 
-class DigitJudge:
+class DigitClassifier:
     """Classifier of digits in images, fitted on real digits that the generator has never seen.
 
     A support vector machine on 8x8 pixels (scikit-learn's example for this data), fitted on the
@@ -129,7 +129,9 @@ class DigitJudge:
     def accuracy(self, images: Sequence[Image.Image], labels: Sequence[int]) -> float:
         """Return the fraction of images that are classified as their label."""
         if len(images) != len(labels) or not images:
-            raise ValueError(f"DigitJudge got {len(images)} images and {len(labels)} labels; expected as many, not 0")
+            raise ValueError(
+                f"DigitClassifier got {len(images)} images and {len(labels)} labels; expected as many, not 0"
+            )
         return sum(read == label for read, label in zip(self(images), labels)) / len(labels)
 
     @staticmethod

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families import autoencoder
+from sd_lightning._errors import UsageError
+from sd_lightning.models.families.sampling import said_once, scheduler_class
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -21,8 +24,44 @@ Layout = Literal["v1", "v2", "xl"]
 """Names of weights in a single-file checkpoint."""
 Conditioning = dict[str, Any]
 """Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
+SIZE_MULTIPLE = 8
+"""Heights and widths of images, in pixels, are multiples of it: diffusers' pipelines refuse others."""
+TILE = 256
+"""Side of the tiles of tiled decoding, pixels. diffusers uses the native size of the VAE, 512 or more, so that an
+image of 512 x 512 would be a single tile."""
 SIZES = ("original_size", "crop_top_left", "target_size")
 """Batch entries for families that condition on sizes: (height, width) in pixels per image, (B, 2)."""
+
+
+class Batch(TypedDict, total=False):
+    """Samples on their way to the loss; frozen encoders replace pixels and captions. Every tensor begins with (B,)."""
+
+    epoch: Tensor
+    """(B,) int64."""
+    index: Tensor
+    """(B,) int64, global sample index."""
+    pixel_values: Tensor
+    """(B, 3, H, W) in [-1, 1]."""
+    latent_moments: Tensor
+    """(B, 2C, h, w), from which latents are sampled."""
+    latents: Tensor
+    """(B, C, h, w), scaled to about unit variance."""
+    input_ids: dict[str, Tensor]
+    """Token ids (B, L) by text encoder."""
+    text_embeddings: Conditioning
+    """Encoded captions, without what depends on the image."""
+    conditioning: Conditioning
+    original_size: Tensor
+    crop_top_left: Tensor
+    target_size: Tensor
+    wrong_input_ids: dict[str, Tensor]
+    """Token ids of other samples' captions, in validation."""
+    wrong_text_embeddings: Conditioning
+    wrong_conditioning: Conditioning
+    loss_weight: Tensor
+    """(B,), in training."""
+    sample_weight: Tensor
+    """(B,), in validation: 0 for samples that fill up a batch."""
 
 
 def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> Conditioning:
@@ -69,6 +108,51 @@ class Component:
     """Module of the class: "diffusers", "transformers"."""
     class_name: str
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_of_transformers(self) -> bool:
+        return self.library == "transformers"
+
+    @property
+    def weights_file(self) -> str:
+        """Name of a network's weight file in a pipeline folder."""
+        return "model.safetensors" if self.is_of_transformers else "diffusion_pytorch_model.safetensors"
+
+    def load_class(self) -> Any:
+        """Return the class; importing its library may take seconds."""
+        return getattr(importlib.import_module(self.library), self.class_name)
+
+    def instantiate(self, *, seed: int | None = None) -> nn.Module:
+        """Build a network from its configuration, with random weights.
+
+        Args:
+            seed: Seed of the weights, drawn without a change of the global generator; None draws from that one.
+        """
+        if seed is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return self.instantiate()
+        cls = self.load_class()
+        network: nn.Module = (
+            cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
+        )
+        return network
+
+    def saved_config(self) -> dict[str, Any]:
+        """Return the JSON content of the configuration file."""
+        if not self.is_of_transformers:
+            return {**self.config, "_class_name": self.class_name, "_diffusers_version": version("diffusers")}
+        model_type = self.load_class().config_class.model_type
+        return {"architectures": [self.class_name], "model_type": model_type, **self.config}
+
+    def file_keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Map the tensor names of a network in memory to the keys in its weight file.
+
+        transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory and reads files with or
+        without it. Files on the hub and all other front ends have it, so we write it.
+        """
+        prefix = "text_model." if self.class_name == "CLIPTextModel" else ""
+        return {name: name if name.startswith("text_model.") else prefix + name for name in names}
 
 
 @dataclass(frozen=True)
@@ -131,7 +215,7 @@ class Family(ABC):
     @cached_property
     def text_encoders(self) -> tuple[str, ...]:
         """Names of the text encoders."""
-        return tuple(name for name in self.parts if name.startswith("text_encoder"))
+        return tuple(filter(self.is_text_encoder, self.parts))
 
     @cached_property
     def networks(self) -> tuple[str, ...]:
@@ -142,6 +226,11 @@ class Family(ABC):
         """Return the networks that names and the roles "denoiser", "text_encoders" and "all" stand for."""
         roles = {"all": self.networks, "denoiser": (self.denoiser,), "text_encoders": self.text_encoders}
         return {network for name in names for network in roles.get(name, (name,))}
+
+    @staticmethod
+    def is_text_encoder(network: str) -> bool:
+        """Return whether this is the name of a text encoder."""
+        return network.startswith("text_encoder")
 
     @staticmethod
     def tokenizer_of(text_encoder: str) -> str:
@@ -201,6 +290,15 @@ class Family(ABC):
         overflows = dtype == torch.float16 and config.get("force_upcast", False)
         return torch.float32 if overflows else dtype
 
+    def draws_in_float32(self, network: nn.Module) -> bool:
+        """Return whether diffusers' pipeline computes with a network in float32 instead of float16."""
+        config: Any = network.config
+        return self.vae_overflows and bool(getattr(config, "force_upcast", False))
+
+    def vae_scale_factor(self, components: Mapping[str, Component]) -> int:
+        """Return the image pixels per latent pixel along one side."""
+        return int(2 ** (len(components["vae"].config["block_out_channels"]) - 1))
+
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are sampled from the result, and caches store it.
 
@@ -225,13 +323,23 @@ class Family(ABC):
 
     def latent_shape(self, components: Mapping[str, Component], height: int, width: int) -> tuple[int, int, int]:
         """Return the shape (C, h, w) of the latents of an image of ``height`` x ``width`` pixels."""
-        config = components["vae"].config
-        scale = autoencoder.scale_factor(config)
-        return int(config.get("latent_channels", 4)), height // scale, width // scale
+        scale = self.vae_scale_factor(components)
+        return int(components["vae"].config.get("latent_channels", 4)), height // scale, width // scale
 
-    def decoding_in_tiles(self, vae: Any, tiling: bool) -> AbstractContextManager[None]:
-        """Make the VAE decode in overlapping tiles, to save memory, while the context lasts."""
-        return autoencoder.decoding_in_tiles(vae, tiling)
+    @contextmanager
+    def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
+        """If ``tiling``, make the VAE decode in overlapping tiles of at most ``TILE`` pixels per side."""
+        names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+        before = {name: getattr(vae, name) for name in names}
+        if tiling:
+            vae.enable_tiling()
+            vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
+            vae.tile_latent_min_size = vae.tile_sample_min_size // 2 ** (len(vae.config.block_out_channels) - 1)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(vae, name, value)
 
     # Noise
 
@@ -261,6 +369,31 @@ class Family(ABC):
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether the pipeline can sample with this diffusers scheduler."""
         return True
+
+    def sampling_scheduler(self, component: Component, name: str | None = None) -> Any:
+        """Build a sampling scheduler of a model's configuration.
+
+        Args:
+            component: The model's own scheduler.
+            name: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
+
+        Raises:
+            UsageError: diffusers has no such scheduler, or the pipeline cannot sample with it.
+        """
+        import diffusers
+
+        class_name = component.class_name if name is None else scheduler_class(name)
+        try:
+            with said_once():
+                scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
+        except Exception as error:  # a missing package, or values of unexpected types
+            raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
+        if not self.samples_with(scheduler):
+            raise UsageError(
+                f"scheduler={name or class_name}: {self.pipeline_class} cannot sample with it; choose another, such as "
+                "DDIMScheduler"
+            )
+        return scheduler
 
     def draw(
         self,
@@ -295,6 +428,6 @@ class Family(ABC):
         """Return the keys of a learned token in diffusers' textual inversion file, one per text encoder."""
         return (placeholder_token,)
 
-    def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
+    def single_file_layout(self, components: Mapping[str, Component]) -> Layout | None:
         """Return the original one-file layout of the family's models, None if there is none."""
         return None

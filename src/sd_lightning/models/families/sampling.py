@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ from sd_lightning._errors import UsageError
 
 _said: set[tuple[object, ...]] = set()
 """Warnings that have been shown."""
-_listening = False
 
 
 def scheduler_names() -> set[str]:
@@ -53,35 +52,25 @@ def scheduler_class(name: str) -> str:
 @contextmanager
 def said_once() -> Iterator[None]:
     """Show each diffusers warning once per process: schedulers repeat them when built and at each step."""
-    global _listening
-    if _listening:
-        yield
-        return
     show = warnings.showwarning
 
     def show_once(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if _is_new(category, str(message)):
             show(message, category, *where, **more)
 
-    handlers = [*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers]
-    filters = [(handler, _once(handler)) for handler in handlers]
-    _listening = True
-    try:
-        with warnings.catch_warnings():
+    for handler in (*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers):
+        handler.addFilter(_is_unsaid)
+    with warnings.catch_warnings():
+        if show.__name__ != show_once.__name__:  # not within another said_once
             warnings.showwarning = show_once
-            for handler, once in filters:
-                handler.addFilter(once)
-            yield
-    finally:
-        _listening = False
-        for handler, once in filters:
-            handler.removeFilter(once)
+        yield
 
 
-def _once(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that drops messages of diffusers that a handler has shown before."""
-    is_of_diffusers = logging.Filter("diffusers").filter
-    return lambda record: not is_of_diffusers(record) or _is_new(handler, record.name, record.getMessage())
+def _is_unsaid(record: logging.LogRecord) -> bool:
+    """Drop messages of diffusers that have been shown before; all handlers of a record decide alike."""
+    if record.name.startswith("diffusers.") and not hasattr(record, "is_new"):
+        record.is_new = _is_new(record.name, record.getMessage())
+    return getattr(record, "is_new", True)
 
 
 def _is_new(*said: object) -> bool:

@@ -56,7 +56,7 @@ class SDXL(UNetFamily):
     def embedding_keys(self, placeholder_token: str) -> tuple[str, ...]:
         return "clip_l", "clip_g"  # CLIP ViT-L and OpenCLIP ViT-bigG
 
-    def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
+    def single_file_layout(self, components: Mapping[str, Component]) -> Layout | None:
         return "xl"
 
     architectures = {

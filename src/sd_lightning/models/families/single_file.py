@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.base import Family, Layout
+from sd_lightning.models.families.base import Component, Family, Layout
 from sd_lightning.storage.streamed_tensor import StreamedTensor, joined
 
 _UNET_PREFIX, _VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
@@ -87,18 +87,17 @@ class Origin:
     """``to_conv``: a linear layer's matrix becomes the kernel of a 1x1 convolution."""
 
 
-def layout_of(family: Family, text_encoder_config: Mapping[str, Any], *, who: str) -> Layout:
+def layout_of(family: Family, components: Mapping[str, Component], *, who: str) -> Layout:
     """Return the original layout of a pipeline.
 
     Raises:
-        UsageError: The family has no such layout for this text encoder.
+        UsageError: The family has no such layout for these networks.
     """
-    layout = family.single_file_layout(text_encoder_config)
+    layout = family.single_file_layout(components)
     if layout is None:
-        activation = text_encoder_config.get("hidden_act", "quick_gelu")
         raise UsageError(
-            f"{who}: a {family.pipeline_class} whose text encoder has hidden_act={activation} cannot be one file; "
-            "expected Stable Diffusion 1.x (quick_gelu), 2.x (gelu) or XL; write format=diffusers"
+            f"{who}: this {family.pipeline_class} cannot be one file; expected Stable Diffusion 1.x (a text encoder "
+            "with hidden_act=quick_gelu), 2.x (hidden_act=gelu) or XL; write format=diffusers"
         )
     return layout
 
@@ -193,12 +192,19 @@ def _qkv_order(name: str) -> int:
     return next((i for i, part in enumerate(("q_proj", "k_proj", "v_proj")) if part in name), 0)
 
 
-def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], str | None]:
+def _naming(network: str, names: Sequence[str], layout: Layout) -> Callable[[str], str | None]:
     """Return the function that renames a network's tensors; it returns None for a tensor without a name."""
-    if network == "unet":
-        return _unet_naming(names)
-    if network == "vae":
-        return _vae_naming(names)
+    if network in ("unet", "vae"):
+        prefix, of_module = (
+            (_UNET_PREFIX, _unet_naming(names)) if network == "unet" else (_VAE_PREFIX, _vae_naming(names))
+        )
+
+        def rename(name: str) -> str | None:
+            module, _, kind = name.rpartition(".")
+            original = of_module(module)
+            return None if original is None else f"{prefix}{original}.{kind}"
+
+        return rename
     prefix = _ENCODER_PREFIXES[layout][network]
     if prefix.endswith(".model."):  # of open_clip
         return lambda name: _open_clip_name(name, prefix, layout)
@@ -206,72 +212,65 @@ def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], s
     return lambda name: f"{prefix}text_model.{name.removeprefix('text_model.')}"
 
 
-def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
-    """Return the renaming for a UNet: layers of each half are numbered in a row, resolution changes included."""
-    pattern = re.compile(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.")
-    resnets = {match.groups() for name in names if (match := pattern.match(name))}
-    num_resnets = Counter((side, block) for side, block, _ in resnets)
-    layers = num_resnets["down", "0"]
-    is_regular = all(count == layers + (side == "up") for (side, _), count in num_resnets.items())
-    attended = {m[1] for n in names if (m := re.match(r"up_blocks\.(\d+)\.attentions\.", n))}
+def _unet_naming(names: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the renaming of a UNet's modules: layers of each half are numbered in a row, resolution changes too."""
+    split = [name.split(".") for name in names]
+    resnets = {
+        (side, block, layer) for side, block, kind, layer, *_ in (n for n in split if len(n) > 4) if kind == "resnets"
+    }
+    counts = Counter((side, block) for side, block, _ in resnets)
+    layers = counts["down_blocks", "0"]
+    is_regular = all(count == layers + (side == "up_blocks") for (side, _), count in counts.items())
+    attended = {n[1] for n in split if n[0] == "up_blocks" and n[2] == "attentions"}
 
-    def rename(name: str) -> str | None:
-        module, _, kind = name.rpartition(".")
-        original = _UNET_ENDS.get(module)
-        mid = re.fullmatch(r"mid_block\.(?:resnets\.([01])|attentions\.(0))\.(.+)", module)
-        side = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", module)
-        if mid and mid[2]:
-            original = f"middle_block.1.{mid[3]}"
-        elif mid and mid[3] in _UNET_RESNET:
-            original = f"middle_block.{2 * int(mid[1])}.{_UNET_RESNET[mid[3]]}"
-        elif side and is_regular:
-            original = _unet_side(side[1], int(side[2]), side[3], int(side[4]), side[5], layers, side[2] in attended)
-        return None if original is None else f"{_UNET_PREFIX}{original}.{kind}"
+    def rename(module: str) -> str | None:
+        match module.split("."):
+            case ["mid_block", "attentions", "0", *rest]:
+                return ".".join(["middle_block.1", *rest])
+            case ["mid_block", "resnets", "0" | "1" as layer, part] if part in _UNET_RESNET:
+                return f"middle_block.{2 * int(layer)}.{_UNET_RESNET[part]}"
+            case ["down_blocks" | "up_blocks" as side, block, kind, layer, *rest] if is_regular:
+                half = "input_blocks" if side == "down_blocks" else "output_blocks"
+                first = int(block) * (layers + 1) + (side == "down_blocks")  # input_blocks.0 is conv_in
+                part = ".".join(rest)
+                if kind == "resnets" and part in _UNET_RESNET:
+                    return f"{half}.{first + int(layer)}.0.{_UNET_RESNET[part]}"
+                if kind == "attentions":
+                    return f"{half}.{first + int(layer)}.1.{part}"
+                if kind == "downsamplers" and part == "conv":
+                    return f"{half}.{first + layers}.0.op"
+                if kind == "upsamplers" and part == "conv":
+                    return f"{half}.{first + layers}.{2 if block in attended else 1}.conv"
+        return _UNET_ENDS.get(module)
 
     return rename
 
 
-def _unet_side(side: str, block: int, part: str, layer: int, rest: str, layers: int, attended: bool) -> str | None:
-    """Return the original name of a module of the down or up half; ``layers`` is ``layers_per_block``."""
-    first = block * (layers + 1) + (side == "down")  # input_blocks.0 is conv_in
-    blocks = "input_blocks" if side == "down" else "output_blocks"
-    if part == "resnets" and rest in _UNET_RESNET:
-        return f"{blocks}.{first + layer}.0.{_UNET_RESNET[rest]}"
-    if part == "attentions":
-        return f"{blocks}.{first + layer}.1.{rest}"
-    if part == "downsamplers" and rest == "conv":
-        return f"{blocks}.{first + layers}.0.op"
-    if part == "upsamplers" and rest == "conv":
-        return f"{blocks}.{first + layers}.{2 if attended else 1}.conv"
-    return None
+def _vae_naming(names: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the renaming of a VAE's modules: decoder blocks count from the largest resolution down."""
+    last = max((int(name.split(".")[2]) for name in names if name.startswith("decoder.up_blocks.")), default=0)
 
-
-def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
-    """Return the renaming for a VAE: decoder blocks count from the largest resolution down."""
-    last = max((int(m[1]) for n in names if (m := re.match(r"decoder\.up_blocks\.(\d+)\.", n))), default=0)
-
-    def rename(name: str) -> str | None:
-        module, _, kind = name.rpartition(".")
-        half, _, inner = module.partition(".")
-        block = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|downsamplers|upsamplers)\.(\d+)\.(.+)", inner)
-        mid = re.fullmatch(r"mid_block\.(?:resnets\.([01])|attentions\.(0))\.(.+)", inner)
-        original = None
-        if module in ("quant_conv", "post_quant_conv"):
-            return f"{_VAE_PREFIX}{name}"
-        if inner in _VAE_ENDS:
-            original = _VAE_ENDS[inner]
-        elif mid and mid[2] and mid[3] in _VAE_ATTENTION:
-            original = f"mid.attn_1.{_VAE_ATTENTION[mid[3]]}"
-        elif mid and mid[1] and mid[3] in _VAE_RESNET:
-            original = f"mid.block_{int(mid[1]) + 1}.{_VAE_RESNET[mid[3]]}"
-        elif block:
-            number = int(block[2]) if block[1] == "down" else last - int(block[2])
-            if block[3] == "resnets" and block[5] in _VAE_RESNET:
-                original = f"{block[1]}.{number}.block.{block[4]}.{_VAE_RESNET[block[5]]}"
-            elif block[5] == "conv":
-                original = f"{block[1]}.{number}.{block[3].removesuffix('rs')}.conv"
-        is_known = original is not None and half in ("encoder", "decoder")
-        return f"{_VAE_PREFIX}{half}.{original}.{kind}" if is_known else None
+    def rename(module: str) -> str | None:
+        match module.split("."):
+            case ["quant_conv" | "post_quant_conv"]:
+                return module
+            case ["encoder" | "decoder" as half, part] if part in _VAE_ENDS:
+                return f"{half}.{_VAE_ENDS[part]}"
+            case ["encoder" | "decoder" as half, "mid_block", "attentions", "0", *rest] if (
+                ".".join(rest) in _VAE_ATTENTION
+            ):
+                return f"{half}.mid.attn_1.{_VAE_ATTENTION['.'.join(rest)]}"
+            case ["encoder" | "decoder" as half, "mid_block", "resnets", "0" | "1" as layer, part] if (
+                part in _VAE_RESNET
+            ):
+                return f"{half}.mid.block_{int(layer) + 1}.{_VAE_RESNET[part]}"
+            case ["encoder" | "decoder" as half, "down_blocks" | "up_blocks" as side, block, kind, layer, part]:
+                place = f"{half}.down.{block}" if side == "down_blocks" else f"{half}.up.{last - int(block)}"
+                if kind == "resnets" and part in _VAE_RESNET:
+                    return f"{place}.block.{layer}.{_VAE_RESNET[part]}"
+                if kind in ("downsamplers", "upsamplers") and part == "conv":
+                    return f"{place}.{kind.removesuffix('rs')}.conv"
+        return None
 
     return rename
 

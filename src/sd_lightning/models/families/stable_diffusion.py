@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sd_lightning.models.families.autoencoder import scale_factor
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
@@ -68,7 +67,7 @@ class UNetFamily(Family):
     width_key = "cross_attention_dim"  # the width of the text encoder
 
     def resolution(self, components: Mapping[str, Component]) -> int:
-        return int(components["unet"].config["sample_size"]) * scale_factor(components["vae"].config)
+        return int(components["unet"].config["sample_size"]) * self.vae_scale_factor(components)
 
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
@@ -96,10 +95,10 @@ class StableDiffusion(UNetFamily):
         """Return the last hidden state of the text encoder, ``encoder_hidden_states`` (B, L, D)."""
         return {"encoder_hidden_states": text_encoders["text_encoder"](input_ids["text_encoder"])[0]}
 
-    def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
+    def single_file_layout(self, components: Mapping[str, Component]) -> Layout | None:
         """Return v1 for CLIP (``quick_gelu``), v2 for OpenCLIP (``gelu``)."""
         layouts: dict[str, Layout] = {"quick_gelu": "v1", "gelu": "v2"}
-        return layouts.get(text_encoder_config.get("hidden_act", "quick_gelu"))
+        return layouts.get(components["text_encoder"].config.get("hidden_act", "quick_gelu"))
 
     architectures = {
         "tiny": Architecture(

@@ -1,0 +1,281 @@
+"""The parts of a model: build them, load them from a pipeline folder of diffusers, and save them in one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models import families
+from sd_lightning.models.components import (
+    defer_network,
+    load_int8_network,
+    load_network,
+    load_tokenizer,
+    meta_network,
+    stored_int8,
+)
+from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
+from sd_lightning.models.families.sampling import scheduler_names
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora import adapted_weights, check_settings, merged_state_dict
+from sd_lightning.models.pipeline_folder import (
+    find_configs,
+    find_folder,
+    find_network,
+    first_line,
+    read_component,
+    read_json,
+    write_json,
+)
+from sd_lightning.quantization.int8 import int8_config, int8_record
+from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.storage.streamed_tensor import write_tensors
+
+ASSETS = Path(__file__).parent / "assets"
+TINY_VAE, TINY_TOKENIZER = ASSETS / "tiny" / "vae", ASSETS / "tiny" / "tokenizer"
+"""Files of the ``tiny`` model that ship with the package; ``python -m sd_lightning.apps.make_tiny`` makes them."""
+
+
+@dataclass(eq=False, repr=False)
+class PipelineParts:
+    """The parts of a pipeline, and the record of each one's class and configuration."""
+
+    networks: dict[str, nn.Module]
+    """By the family's names."""
+    tokenizers: dict[str, Any]
+    """By the family's names."""
+    components: dict[str, Component]
+    """One record per network, and one for "scheduler". Export takes class names from it, because sharding engines
+    replace the classes of live networks."""
+    pipeline_class: str
+    """Class of the diffusers pipeline; selects the family."""
+    pipeline_options: dict[str, Any] = field(default_factory=dict)
+    """Constructor arguments of the pipeline that are not parts."""
+    deferred: dict[str, DeferredWeights] = field(default_factory=dict)
+    """Unread weights of networks on the meta device; an entry is removed when it is read."""
+
+    def __post_init__(self) -> None:
+        self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}
+
+    @property
+    def family(self) -> Family:
+        """The kind of model.
+
+        Raises:
+            UsageError: No family has that pipeline.
+        """
+        return family_of(self.pipeline_class, who="LatentDiffusion")
+
+    def pipeline(self, *, scheduler: str | None = None) -> Any:
+        """Return a diffusers pipeline that uses these networks (no copies).
+
+        Args:
+            scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
+        """
+        parts = {**self.networks, **self.tokenizers, **dict.fromkeys(self.family.absent), **self.pipeline_options}
+        pipeline = self.family.pipeline_type()(
+            **parts, scheduler=self.family.sampling_scheduler(self.components["scheduler"], scheduler)
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+
+def build_parts(architecture: str | Architecture, *, seed: int, device: str | torch.device) -> PipelineParts:
+    """Build a model from its configuration, with random weights; see :meth:`LatentDiffusion.build`."""
+    is_tiny = architecture == "tiny"
+    if isinstance(architecture, str):
+        architecture = families.architecture(architecture)
+    family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
+    components = dict(copy.deepcopy(architecture.networks))  # the model may change its own record
+    tokenizers: dict[str, Any] = {}
+    for name in family.text_encoders:
+        part = family.parts[family.tokenizer_of(name)]
+        tokenizer = (
+            Component(part.library, part.classes[0])
+            .load_class()
+            .from_pretrained(TINY_TOKENIZER, model_max_length=architecture.length_of(name))
+        )
+        tokenizers[family.tokenizer_of(name)] = tokenizer
+        ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
+        config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
+        components[name] = replace(components[name], config=config)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        networks = {name: component.instantiate() for name, component in components.items()}
+        if (std := architecture.token_embedding_std) is not None:
+            for name in family.text_encoders:
+                embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
+                nn.init.normal_(embedding, std=std)
+    if is_tiny and torch.device(device).type != "meta":
+        networks["vae"], components["vae"] = load_network(components["vae"], TINY_VAE)
+    components["scheduler"] = architecture.scheduler
+    return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
+
+
+def load_parts(
+    pretrained: str | Path,
+    *,
+    revision: str | None,
+    variant: str | None,
+    vae: str | Path | None,
+    deferred: Sequence[str],
+) -> PipelineParts:
+    """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
+    root = find_folder(pretrained, revision=revision, variant=variant)
+    weights: dict[str, DeferredWeights] = {}
+    has_adapters = (root / LORA_NAME).is_file()
+
+    def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
+        if name == "vae" and vae is not None:
+            return load_network(component, find_network(vae, key="model.vae"))
+        if (int8 := stored_int8(root / name)) is not None:
+            return load_int8_network(component, root / name, int8, family, variant=variant)
+        if name in family.named(deferred) and not has_adapters:
+            network, described, weights[name] = defer_network(component, root / name, variant=variant)
+            return network, described
+        return load_network(component, root / name, variant=variant)
+
+    parts = _from_folder(root, load)
+    parts.deferred = weights
+    if has_adapters:
+        _merge_adapters(parts, root / LORA_NAME)
+    return parts
+
+
+def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | Path | None) -> PipelineParts:
+    """Build the networks of a pipeline on the meta device; see :meth:`LatentDiffusion.describe`."""
+    root = find_configs(pretrained, revision=revision)
+    return _from_folder(
+        root, lambda name, part, _: meta_network(part, root / name if vae is None or name != "vae" else Path(vae))
+    )
+
+
+def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> None:
+    """Write a pipeline folder in the diffusers layout (safetensors); see :meth:`LatentDiffusion.save_pretrained`."""
+    names = [n for n, each in parts.networks.items() if int8_config(each) is not None and adapted_weights(each)]
+    if names:
+        raise UsageError(
+            f"LatentDiffusion.save_pretrained: {', '.join(names)} in int8 with LoRA on top; save the model with "
+            "LoRA first, then load and quantize_ it, or take LoRA off"
+        )
+    family = parts.family
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tokenizer in parts.tokenizers.items():
+        tokenizer.save_pretrained(folder / name)
+    index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
+    index |= dict.fromkeys(family.absent, [None, None])
+    index |= {name: [family.parts[name].library, family.parts[name].classes[0]] for name in parts.tokenizers}
+    index |= parts.pipeline_options
+    for name, component in parts.components.items():
+        index[name] = [component.library, component.class_name]
+        (folder / name).mkdir(exist_ok=True)
+        network = parts.networks.get(name)
+        file = "scheduler_config.json" if network is None else "config.json"
+        write_json(folder / name / file, component.saved_config() | ({} if network is None else int8_record(network)))
+        if network is not None and name not in skip:
+            state = merged_state_dict(network)
+            _check_is_in_memory(name, state)
+            keys = component.file_keys(state)
+            write_tensors(folder / name / component.weights_file, {keys[k]: v for k, v in state.items()})
+    write_json(folder / "model_index.json", index)
+
+
+def check_pretrained(architecture: str, pretrained: str, *, revision: str | None = None) -> None:
+    """Check from its configuration files that a pipeline fits ``model=`` and can be trained.
+
+    Raises:
+        UsageError: It belongs to another ``model=``, its weights are in int8, or it does not exist.
+    """
+    families.architecture(architecture, who="model")
+    root = find_configs(pretrained, revision=revision)
+    family = family_of(str(read_json(root / "model_index.json").get("_class_name")), who=str(root))
+    denoiser = read_json(root / family.denoiser / "config.json")
+    found = contradiction(architecture, family.pipeline_class, denoiser)
+    if found is not None:
+        raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
+    if any(stored_int8(root / name) for name in family.networks):
+        raise UsageError(
+            f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "
+            "it was made from"
+        )
+
+
+def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.Module, Component]]) -> PipelineParts:
+    """Read a pipeline folder; ``load`` builds each network from name, record and family."""
+    index = read_json(root / "model_index.json")
+    family = family_of(str(index.get("_class_name")), who=str(root))
+    scheduler = read_scheduler(root / "scheduler" / "scheduler_config.json")
+    records = {name: read_component(index, name, family, root) for name in family.parts}
+    loaded = {name: load(name, records[name], family) for name in family.networks}
+    return PipelineParts(
+        networks={name: network for name, (network, _) in loaded.items()},
+        tokenizers={name: load_tokenizer(root / name, records[name]) for name in records if name not in loaded},
+        components={**{name: component for name, (_, component) in loaded.items()}, "scheduler": scheduler},
+        pipeline_class=family.pipeline_class,
+        pipeline_options={key: index.get(key, absent) for key, absent in family.stored_options.items()},
+    )
+
+
+def read_scheduler(file: Path) -> Component:
+    """Read a scheduler's record; its class is one of diffusers' schedulers.
+
+    Raises:
+        UsageError: It names another class, a value is of another kind, or the file is missing or damaged.
+    """
+    config = read_json(file)
+    for key, kinds in _OF_SCHEDULER.items():
+        if not isinstance(config.get(key, kinds[0]()), kinds):
+            raise UsageError(
+                f"{file}: {key}={config[key]!r}; expected a value of the kind {kinds[0].__name__}; copy or download "
+                "that file again"
+            )
+    name = config.pop("_class_name", None)
+    if not isinstance(name, str) or name not in scheduler_names():
+        raise UsageError(
+            f"{file}: _class_name is {name!r}; expected a scheduler of diffusers, such as DDIMScheduler; copy or "
+            "download that file again"
+        )
+    return Component("diffusers", name, config)
+
+
+_OF_SCHEDULER: dict[str, tuple[type, ...]] = {
+    "num_train_timesteps": (int,),
+    "beta_start": (float, int),
+    "beta_end": (float, int),
+    "beta_schedule": (str,),
+    "prediction_type": (str,),
+}
+"""Values that we read ourselves."""
+
+
+def _merge_adapters(parts: PipelineParts, file: Path) -> None:
+    """Merge the adapters of a LoRA file into the weights."""
+    check_settings(file)
+    pipeline = parts.pipeline()
+    try:
+        pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+    except Exception as error:  # values of unexpected types raise anything
+        raise UsageError(
+            f"{file}: these adapters do not fit the model beside them ({first_line(error)}); copy the file again, or "
+            "delete it to load the model without"
+        ) from error
+
+
+def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise if an engine has freed the memory of weights."""
+    for name, tensor in state.items():
+        if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise UsageError(
+                f"save_pretrained: {network}.{name} is in shards of the training strategy; use the folder pipeline/ of "
+                "a checkpoint, or call trainer.strategy.engine.restore() in every process before"
+            )

@@ -1,0 +1,327 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with peft, trained instead of a network's own weights, and their file.
+
+In memory peft wraps each adapted layer: ``to_q.weight`` becomes ``to_q.base_layer.weight`` beside
+``to_q.lora_A.default.weight`` and ``to_q.lora_B.default.weight``. Weight files have only the plain names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.families import Component, Family
+from sd_lightning.storage.safetensors_file import open_safetensors
+from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
+from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.storage.untrusted import parse_json
+
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+"""File name that diffusers uses."""
+METADATA = "lora_adapter_metadata"
+"""Key that diffusers uses for the adapters' settings in the file's header."""
+_ADAPTER = "default"
+_KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
+# Settings of peft that change the merge formula; only plain LoRA is supported here.
+_OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
+# Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
+_PLAIN = {
+    *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_qalora", "qalora_group_size", "fan_in_fan_out"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "inference_mode", "peft_type", "peft_version"),
+    *("task_type", "base_model_name_or_path", "revision"),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Settings of the adapters, and the layers that get them."""
+
+    rank: int = 4
+    alpha: float | None = None
+    """The adapters' output is scaled by ``alpha / rank``; equals ``rank`` if not given."""
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | list[str] = ("to_k", "to_q", "to_v", "to_out.0")
+    """Name endings of the denoiser's layers that get adapters."""
+    text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    """The same for text encoders, if they are trained."""
+    merge: bool = False
+    """Whether exported pipelines have the adapters merged into their weights instead of in a separate file."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"lora got rank={self.rank}; expected at least 1; write lora.rank=4")
+        if self.alpha is not None and not self.alpha > 0:
+            raise UsageError(f"lora got alpha={self.alpha}; expected a number above 0; write lora.alpha={self.rank}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"lora got dropout={self.dropout}; expected a number in [0, 1); write lora.dropout=0")
+
+    @property
+    def effective_alpha(self) -> float:
+        """``alpha``, or ``rank`` if it is not given."""
+        return self.rank if self.alpha is None else self.alpha
+
+    def apply_(self, networks: Mapping[str, nn.Module]) -> None:
+        """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
+
+        Raises:
+            UsageError: No layer matches the names, or a layer is neither linear nor convolutional.
+        """
+        from peft import inject_adapter_in_model
+
+        for name, network in networks.items():
+            self._check_targets(name, network)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            for name, network in networks.items():
+                with _on_host(network):
+                    inject_adapter_in_model(self._config(name), network, adapter_name=_ADAPTER)
+                for key, parameter in network.named_parameters():
+                    parameter.requires_grad_(is_adapter(key))
+
+    def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
+        """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.
+
+        diffusers' own writer is not used: the order of its metadata changes from call to call.
+
+        Args:
+            file: Path of the file.
+            layers: By network, the adapters' weights by their names in memory.
+            components: Records of the networks.
+
+        Returns:
+            The SHA-256 of the file.
+        """
+        tensors: dict[str, Tensor] = {}
+        settings: dict[str, Any] = {}
+        for name, adapters in layers.items():
+            keys = adapter_keys(name, components[name], adapters)
+            tensors |= {keys[k]: v for k, v in adapters.items()}
+            config = self._config(name).to_dict().items()
+            settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config}
+        metadata = {METADATA: json.dumps(settings, sort_keys=True)}
+        return write_tensors(file, tensors, metadata=metadata)
+
+    def _check_targets(self, name: str, network: nn.Module) -> None:
+        """Raise if there is no target, or one is neither linear nor convolutional."""
+        endings = tuple(f".{target}" for target in self._config(name).target_modules)
+        # peft wraps a layer that has adapters already.
+        targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
+        wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
+        if wrong or not targets:
+            setting = self._setting(name)
+            linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+            examples = ", ".join(ending for ending in list(dict.fromkeys(linear))[:4] if not ending.isdecimal())
+            raise UsageError(
+                f"lora.{setting}={list(getattr(self, setting))}: {wrong[0] if wrong else 'no layer has such a name'}; "
+                f"expected endings of the names of linear or convolutional layers of {name}, e.g. {examples}"
+            )
+
+    @staticmethod
+    def _setting(network: str) -> str:
+        """Return the setting that names a network's layers."""
+        return "text_encoder_target_modules" if Family.is_text_encoder(network) else "target_modules"
+
+    def _config(self, name: str) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
+            lora_dropout=self.dropout,
+            target_modules=list(getattr(self, self._setting(name))),
+        )
+
+
+@contextmanager
+def _on_host(network: nn.Module) -> Iterator[None]:
+    """Replace meta weights by host tensors without storage: peft puts adapters on the device of the weights."""
+    deferred: dict[nn.Parameter, nn.Parameter] = {}
+    modules = list(network.modules())
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+                stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                deferred[stand_in] = parameter
+                module._parameters[key] = stand_in
+    try:
+        yield
+    finally:
+        for module in modules:
+            for key, parameter in module._parameters.items():
+                if parameter in deferred:
+                    module._parameters[key] = deferred[parameter]
+
+
+def is_adapter(key: str) -> bool:
+    """Return whether a name in memory belongs to an adapter's weight."""
+    return ".lora_" in key
+
+
+def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
+    """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
+    keys = component.file_keys(names)
+    return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
+
+
+def plain_names(keys: Iterable[str]) -> dict[str, str]:
+    """Map plain names, as in weight files, to names in memory; adapters are left out."""
+    return {key.replace(".base_layer.", "."): key for key in keys if not is_adapter(key)}
+
+
+def freeze_unused(network: nn.Module, unused: Iterable[str]) -> None:
+    """Freeze the parameters with these plain names, and the adapters of their layers."""
+    layers = {key.rpartition(".")[0] + "." for key in unused}
+    for key, parameter in network.named_parameters():
+        if any(key.startswith(layer) for layer in layers):
+            parameter.requires_grad_(False)
+
+
+Read = Callable[[str], Tensor]
+"""Name of a weight in memory -> its whole values, in host memory."""
+
+
+def adapted_weights(network: nn.Module) -> dict[str, float]:
+    """Map the names in memory of weights with adapters to the scale of the adapters' output."""
+    return {
+        f"{name}.base_layer.weight": layer.scaling[_ADAPTER]
+        for name, layer in network.named_modules()
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
+    }
+
+
+def merge(key: str, scale: float, read: Read) -> Tensor:
+    """Return a weight, given its name in memory, with its adapter merged in."""
+    layer = key.removesuffix("base_layer.weight")
+    down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
+    return add_adapter(read(key), down, up, scale)
+
+
+def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return ``W + scale * B A`` (arXiv 2106.09685, section 4.1) in float32."""
+    return weight.float() + scale * (up.float().flatten(1) @ down.float().flatten(1)).view(weight.shape)
+
+
+def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
+    """Return a network's state dict under plain names, with the adapters merged into their weights."""
+    state = network.state_dict()
+    adapted = adapted_weights(network)
+    return {
+        plain: merge(key, adapted[key], state.__getitem__).to(state[key].dtype) if key in adapted else state[key]
+        for plain, key in plain_names(state).items()
+    }
+
+
+def check_settings(path: Path) -> None:
+    """Check the settings of adapters before diffusers gives them to peft, which imports modules that some name.
+
+    Raises:
+        UsageError: The file is damaged, or a setting is none of plain LoRA.
+    """
+    try:
+        settings = parse_json(LoraFile.read(path).metadata.get(METADATA, "{}"))
+        unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: its metadata cannot be read ({error}); copy the file again") from error
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    for key, value in unusual.items():
+        if value != defaults.get(key.rpartition(".")[2]):
+            raise UsageError(
+                f"{path}: its metadata has {key}={str(value)[:80]}, which is no setting of plain LoRA; copy the file "
+                "again, or save the adapters without it"
+            )
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The LoRA adapters of a pipeline."""
+
+    path: Path
+    tensors: Mapping[str, StreamedTensor]
+    """By their keys in the file, ``<network>.<layer>.lora_A.weight``."""
+    metadata: Mapping[str, str]
+    is_source: bool = True
+    """Whether the tensors are those of the file, not of a checkpoint."""
+
+    @classmethod
+    def read(cls, path: Path) -> LoraFile:
+        """Read the header of a LoRA file.
+
+        Raises:
+            UsageError: The file is damaged.
+        """
+        tensors = file_tensors(path)
+        file = open_safetensors(path)
+        file.handle.close()
+        return cls(path, tensors, file.header.metadata)
+
+    def stays(self, dtype: torch.dtype | None) -> bool:
+        """Return whether an export in ``dtype`` can copy the file unchanged."""
+        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
+
+    def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
+        """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
+        tensors = dict(self.tensors)
+        for name, component in components.items():
+            prefix = f"master/{name}."
+            live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
+            for adapter, key in adapter_keys(name, component, live).items():
+                tensors[key] = store.streamed(prefix + adapter)
+        return LoraFile(self.path, tensors, self.metadata, is_source=False)
+
+    def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:
+        """Return, by network, the weights that have adapters; the adapters are merged when a weight is read.
+
+        Args:
+            networks: By network, the tensors of its weight file.
+
+        Raises:
+            UsageError: The adapters are not plain LoRA, or belong to another model.
+        """
+        found: dict[str, dict[str, StreamedTensor]] = {}
+        for key in self.tensors:
+            match = _KEY.fullmatch(key)
+            network, layer = (match["network"], match["layer"]) if match else ("", "")
+            weight = networks.get(network, {}).get(f"{layer}.weight")
+            parts = [self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB"]
+            if weight is None or parts[0] is None or parts[1] is None or not _fit(weight, parts[0], parts[1]):
+                raise UsageError(
+                    f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged; copy "
+                    "the file again, or write format=diffusers, which keeps it as it is"
+                )
+            slices = partial(_merged, weight, parts[0], parts[1], self._scale(network))
+            found.setdefault(network, {})[f"{layer}.weight"] = StreamedTensor(weight.dtype, weight.shape, slices)
+        return found
+
+    def _scale(self, network: str) -> float:
+        try:
+            settings = parse_json(self.metadata[METADATA])
+            if any(settings.get(f"{network}.{name}") for name in _OTHER_KINDS):
+                raise ValueError("they are not plain LoRA")
+            return float(settings[f"{network}.lora_alpha"] / settings[f"{network}.r"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UsageError(
+                f"{self.path}: its metadata does not tell the scale of the adapters of {network} ({error}), so they "
+                "cannot be merged; write format=diffusers, which keeps the file as it is"
+            ) from error
+
+
+def _fit(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor) -> bool:
+    return down.shape[1:] == weight.shape[1:] and up.shape[:2] == (weight.shape[0], down.shape[0])
+
+
+def _merged(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor, scale: float) -> Iterator[Tensor]:
+    yield add_adapter(weight.read(), down.read(), up.read(), scale).to(weight.dtype).reshape(-1)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,13 @@ def test_imports_point_down() -> None:
         for name, line in imports(path, type_checking=True)
         if upward(path, name)
     ]
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    files = {dotted(path): path for path in FILES}
+    below = {name: {inside(what) for what, _ in imports(path, type_checking=True)} for name, path in files.items()}
+    graph = {name: (names & files.keys()) - {name, ""} for name, names in below.items() if name}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, with the files
 
 
 def test_a_room_imports_nothing_that_it_must_not_know() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
-from sd_lightning.models.pipeline_folder import check_part, first_line, read_json
+from sd_lightning.models.pipeline_folder import check_config, check_part, first_line, read_json
 from sd_lightning.quantization.int8 import (
     NUM_LAYERS,
     QUANTIZATION,
@@ -25,6 +26,7 @@ from sd_lightning.quantization.int8 import (
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
+from sd_lightning.storage.streamed_tensor import tensors_in
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -53,14 +55,56 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
 def load_network(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
     """Load one network in float32 from safetensors and return it with its record (class and configuration).
 
-    Tensors that the network has no place for are ignored, as diffusers and transformers do.
+    Args:
+        component: The network's library and class.
+        folder: Folder of its files, or a repository id of the hub.
+        variant: File variant.
 
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.
     """
-    network, component, deferred = defer_network(component, folder, variant=variant, ignore_unknown=True)
-    deferred.fill_(network.eval(), torch.device("cpu"))
-    return network, component
+    options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
+    if component.is_of_transformers:  # otherwise its error does not name the tensor of the wrong shape
+        options["ignore_mismatched_sizes"] = True
+    cls = component.load_class()
+    try:
+        if folder.is_dir():
+            check_part(folder)
+            _check_weights(component, folder, variant)
+        else:  # a repository of the hub
+            check_config(cls.load_config(folder), str(folder))
+        with no_progress_bar():
+            network, loaded = cls.from_pretrained(folder, output_loading_info=True, **options)
+    except UsageError:
+        raise
+    except Exception as error:  # values of unexpected types raise anything
+        raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
+    random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+    if random:  # both libraries would continue with random values
+        raise UsageError(_misses(folder, component, random))
+    return network, _described(component, network)
+
+
+def _check_weights(component: Component, folder: Path, variant: str | None) -> None:
+    """Check the headers of the weight files, if there are any: the libraries take them as they are."""
+    files = [file for file in indexed_files(folder / component.weights_file, variant=variant) if file.is_file()]
+    dtypes = {name: tensor.dtype for file in files for name, tensor in tensors_in(file).items()}
+    if QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
+        refuse_int8(folder, dtypes)
+
+
+@contextlib.contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Disable transformers' progress bar: it shows for every network, without a download."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -83,7 +127,6 @@ def defer_network(
     *,
     variant: str | None = None,
     prepare: Callable[[nn.Module, ShardedTensors], None] | None = None,
-    ignore_unknown: bool = False,
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Build one network on the meta device, in float32, and locate its weights without reading them.
 
@@ -94,7 +137,6 @@ def defer_network(
         folder: Folder of its files.
         variant: File variant.
         prepare: Called with the network and its files before their tensors are compared; may replace layers.
-        ignore_unknown: Whether the files may hold tensors that the network has no place for.
 
     Returns:
         The network, its record with the configuration, and its deferred weights.
@@ -116,7 +158,7 @@ def defer_network(
         raise UsageError(_misses(folder, component, wrong))
     unknown = sorted(set(store.keys()) - {keys[name] for name in shapes})
     unknown = [key for key in unknown if not key.endswith("position_ids")]  # saved by transformers before 4.31
-    if unknown and not ignore_unknown:
+    if unknown:
         raise UsageError(
             f"{folder}: the weights hold {_and_more(unknown)}, for which {component.class_name} of this config.json "
             "has no place, and which would be lost in training; copy the config.json that belongs to them"

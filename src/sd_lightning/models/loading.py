@@ -20,6 +20,7 @@ from sd_lightning.models.components import (
     load_network,
     load_tokenizer,
     meta_network,
+    no_progress_bar,
     stored_int8,
 )
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
@@ -29,7 +30,6 @@ from sd_lightning.models.lora import adapted_weights, check_settings, merged_sta
 from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
-    find_network,
     first_line,
     read_component,
     read_json,
@@ -41,7 +41,7 @@ from sd_lightning.storage.streamed_tensor import write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
 TINY_VAE, TINY_TOKENIZER = ASSETS / "tiny" / "vae", ASSETS / "tiny" / "tokenizer"
-"""Files of the ``tiny`` model that ship with the package; ``python -m sd_lightning.apps.make_tiny`` makes them."""
+"""Files of the ``tiny`` model that ship with the package; ``tests/support/make_tiny.py`` makes them."""
 
 
 @dataclass(eq=False, repr=False)
@@ -135,7 +135,7 @@ def load_parts(
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
-            return load_network(component, find_network(vae, key="model.vae"))
+            return load_network(component, Path(vae))
         if (int8 := stored_int8(root / name)) is not None:
             return load_int8_network(component, root / name, int8, family, variant=variant)
         if name in family.named(deferred) and not has_adapters:
@@ -261,9 +261,10 @@ def _merge_adapters(parts: PipelineParts, file: Path) -> None:
     check_settings(file)
     pipeline = parts.pipeline()
     try:
-        pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
+        with no_progress_bar():
+            pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
     except Exception as error:  # values of unexpected types raise anything
         raise UsageError(
             f"{file}: these adapters do not fit the model beside them ({first_line(error)}); copy the file again, or "

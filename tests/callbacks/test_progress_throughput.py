@@ -377,12 +377,12 @@ class Waiting(LightningDataModule):
 
 
 class Tunable(Waiting):
-    def faster(self) -> str | None:
+    def bottleneck_remedy(self) -> str | None:
         return "data.num_workers=4"
 
 
 class Exhausted(Waiting):
-    def faster(self) -> str | None:
+    def bottleneck_remedy(self) -> str | None:
         return None
 
 

@@ -172,7 +172,7 @@ class Own(Source):
 def test_a_source_with_four_methods_has_defaults_for_the_rest() -> None:
     own = pickle.loads(pickle.dumps(Own()))
     assert (len(own), own.name(1), own.captions(1), own.image(0).size) == (2, "own 1", ["caption 1"], (8, 8))
-    assert (own.together, own.rows, own.classifier, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
+    assert (own.group_size, own.rows, own.classifier, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
     assert own.distinct is own
     assert own.evidence(1, thorough=True) == ("own 1", "", "caption 1") and own.evidence(1, thorough=False)[2] == ""
     data = CaptionedImages(Own(), lengths, options=ImageOptions(8), seed=0)

@@ -120,7 +120,7 @@ def test_an_epoch_pairs_every_photo_equally_often_with_class_pictures() -> None:
     assert Counter(names[::2]) == {f"photo-{i}": 3 for i in range(3)}
     assert set(names[1::2]) == {f"dog-{i}" for i in range(8)}
     assert len(source.distinct) == 11
-    batches = BatchOrder([Bucket((8, 8), range(18))], 2, seed=3, together=2)
+    batches = BatchOrder([Bucket((8, 8), range(18))], 2, seed=3, group_size=2)
     order = [key[1] for batch in GlobalBatchSampler(batches) for key in batch]
     assert sorted(order) == list(range(18)) and order != list(range(18))
     assert all(first + 1 == second and first % 2 == 0 for first, second in zip(order[::2], order[1::2]))
@@ -128,7 +128,7 @@ def test_an_epoch_pairs_every_photo_equally_often_with_class_pictures() -> None:
 
 def test_without_class_pictures_few_photos_fill_an_epoch() -> None:
     source = SubjectAndClass(pictures(5, SKS, "photo"), min_samples=16)
-    assert len(source) == 20 and source.loss_weights.tolist() == [1.0] * 20 and source.together == 1
+    assert len(source) == 20 and source.loss_weights.tolist() == [1.0] * 20 and source.group_size == 1
 
 
 def test_weighted_mean_is_instance_loss_plus_weighted_prior_loss() -> None:

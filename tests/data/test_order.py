@@ -27,17 +27,17 @@ def equal_files(num: int, size: int, window: int) -> Locality:
 
 
 @settings(max_examples=100, deadline=None)
-@given(groups=st.integers(1, 800), together=st.integers(1, 3), epoch=st.integers(0, 1000))
-def test_every_sample_comes_once_and_positions_can_be_asked_alone(groups: int, together: int, epoch: int) -> None:
-    num = groups * together
-    order = EpochOrder(num, seed=1, epoch=epoch, together=together)
+@given(groups=st.integers(1, 800), group_size=st.integers(1, 3), epoch=st.integers(0, 1000))
+def test_every_sample_comes_once_and_positions_can_be_asked_alone(groups: int, group_size: int, epoch: int) -> None:
+    num = groups * group_size
+    order = EpochOrder(num, seed=1, epoch=epoch, group_size=group_size)
     everything = order.at(np.arange(num))
     assert is_permutation(everything)
     some = np.arange(num // 3, num, 7)
     assert np.array_equal(order.at(some), everything[some])
-    starts = everything[::together]
-    for member in range(together):
-        assert np.array_equal(everything[member::together], starts + member)
+    starts = everything[::group_size]
+    for member in range(group_size):
+        assert np.array_equal(everything[member::group_size], starts + member)
 
 
 @settings(max_examples=100, deadline=None)

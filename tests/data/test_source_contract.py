@@ -3,6 +3,8 @@
 import io
 import json
 import pickle
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from archives import encoded, image_rows, sample, write_parquet, write_tar
+from archives import ORIENTATION, encoded, image_rows, sample, write_parquet, write_tar
 from sd_lightning.data.source import BadSample, Source, SourceSubset
 from sd_lightning.data.sources import image_files
 from sd_lightning.data.sources.digits import Digits
@@ -149,6 +151,12 @@ def test_raw_contents_of_another_shape_are_others() -> None:
     assert len({source.content(index) for index in range(3)}) == 3
 
 
+def late(png: bytes, kind: bytes, body: bytes) -> bytes:
+    """Add a chunk behind the pixels of a PNG."""
+    chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return png[:-12] + chunk + png[-12:]
+
+
 def turned() -> dict[str, bytes]:
     """Pictures of all formats, upright and not, with the orientation in all places that PIL knows."""
     found = {
@@ -157,7 +165,12 @@ def turned() -> dict[str, bytes]:
         for orientation in (None, 1, 3, 5, 6, 8)
     }
     found |= {kind: encoded(50, kind) for kind in ("GIF", "BMP")}
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="8"/></x:xmpmeta>'
+    found["eXIf behind the pixels"] = late(encoded(50), b"eXIf", exif.tobytes()[6:])
+    found["text behind the pixels"] = late(encoded(50), b"tEXt", b"date\0today")
+    found["XMP behind the pixels"] = late(encoded(50), b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp)
     for kind in ("JPEG", "TIFF", "WEBP"):
         file = io.BytesIO()
         image = Image.new("RGB", (12, 10))
@@ -170,7 +183,7 @@ def turned() -> dict[str, bytes]:
 def test_size_from_the_header_is_that_of_the_upright_image(name: str, data: bytes) -> None:
     image = image_files.decode(io.BytesIO(data))
     assert image_files.read_size(io.BytesIO(data)) == image.size[::-1]
-    if name.endswith(("6", "8", "XMP")):
+    if name.endswith(("6", "8", "XMP", "eXIf behind the pixels", "XMP behind the pixels")):
         assert image.size == (10, 12), "or the case proves nothing"
 
 

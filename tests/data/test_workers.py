@@ -257,14 +257,14 @@ def tuned(number: int, source: Any = None, images: ImageOptions = FIXED, **optio
 
 def test_the_remedy_is_workers_then_the_cache_then_precomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, 32)
-    assert [tuned(n).faster() for n in (0, 3, 8, 16)] == [f"data.num_workers={n}" for n in (8, 8, 16, 31)]
+    assert [tuned(n).bottleneck_remedy() for n in (0, 3, 8, 16)] == [f"data.num_workers={n}" for n in (8, 8, 16, 31)]
     cores(monkeypatch, 2)
-    assert tuned(1).faster() == "data.num_workers=2"
-    assert tuned(2).faster() == "data.cache_latents=true"
+    assert tuned(1).bottleneck_remedy() == "data.num_workers=2"
+    assert tuned(2).bottleneck_remedy() == "data.cache_latents=true"
     precompute = "python -m sd_lightning.precompute"
-    assert tuned(2, images=ImageOptions(16, center_crop=False)).faster() == precompute
-    assert tuned(2, images=ImageOptions(16, center_crop=True, random_flip=True)).faster() == precompute
+    assert tuned(2, images=ImageOptions(16, center_crop=False)).bottleneck_remedy() == precompute
+    assert tuned(2, images=ImageOptions(16, center_crop=True, random_flip=True)).bottleneck_remedy() == precompute
     monkeypatch.setattr(workers, "_CACHE_BYTES", NUM * 16 * 16 // 2 - 1)
-    assert tuned(2).faster() == precompute, "the latents do not fit the memory"
-    assert tuned(0, cache_latents=True).faster() is None
-    assert datamodule().faster() is None, "before the run"
+    assert tuned(2).bottleneck_remedy() == precompute, "the latents do not fit the memory"
+    assert tuned(0, cache_latents=True).bottleneck_remedy() is None
+    assert datamodule().bottleneck_remedy() is None, "before the run"

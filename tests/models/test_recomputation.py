@@ -11,16 +11,16 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.models.checkpointing import Kept, description, recompute_
+from sd_lightning.models.checkpointing import SavedActivations, description, recompute_
 from sd_lightning.models.families.blocks import recomputable, repeated_blocks
 from sd_lightning.training.speed import Speed
 
-LESS = [each for each in Kept if each is not Kept.ALL]
+LESS = [each for each in SavedActivations if each is not SavedActivations.ALL]
 AGAIN = {
-    Kept.ALL: set(),
-    Kept.PRODUCTS: {"native_group_norm"},
-    Kept.CONVOLUTIONS: {"native_group_norm", "addmm"},
-    Kept.INPUTS: {"native_group_norm", "addmm", "convolution"},
+    SavedActivations.ALL: set(),
+    SavedActivations.PRODUCTS: {"native_group_norm"},
+    SavedActivations.CONVOLUTIONS: {"native_group_norm", "addmm"},
+    SavedActivations.INPUTS: {"native_group_norm", "addmm", "convolution"},
 }
 """What a resnet block computes again in backward."""
 
@@ -37,7 +37,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def resnet(kept: Kept) -> ResnetBlock2D:
+def resnet(kept: SavedActivations) -> ResnetBlock2D:
     torch.manual_seed(0)
     block = ResnetBlock2D(in_channels=32, temb_channels=16, groups=8).train()
     recompute_({"block": block}, {"block": kept})
@@ -60,10 +60,10 @@ def gradients(networks: dict[str, nn.Module], model: LatentDiffusion) -> tuple[T
     return loss.detach(), found
 
 
-@pytest.mark.parametrize("kept", [(each,) for each in LESS] + [tuple(Kept)], ids=str)
-def test_no_bit_of_loss_and_gradients_changes(kept: tuple[Kept, ...]) -> None:
+@pytest.mark.parametrize("kept", [(each,) for each in LESS] + [tuple(SavedActivations)], ids=str)
+def test_no_bit_of_loss_and_gradients_changes(kept: tuple[SavedActivations, ...]) -> None:
     found = []
-    for chosen in ((Kept.ALL,), kept):
+    for chosen in ((SavedActivations.ALL,), kept):
         torch.manual_seed(0)
         model = LatentDiffusion.build("tiny")
         networks = {name: model.networks[name].train() for name in ("text_encoder", "unet")}
@@ -75,16 +75,18 @@ def test_no_bit_of_loss_and_gradients_changes(kept: tuple[Kept, ...]) -> None:
     assert all(torch.equal(each, its) for each, its in zip(plain, ours))
 
 
-@pytest.mark.parametrize("kept", Kept)
-def test_backward_computes_again_what_is_not_kept(kept: Kept) -> None:
+@pytest.mark.parametrize("kept", SavedActivations)
+def test_backward_computes_again_what_is_not_kept(kept: SavedActivations) -> None:
     output = resnet(kept)(*inputs())
     with Ops() as backward:
         output.sum().backward()
-    assert backward.names & AGAIN[Kept.INPUTS] == AGAIN[kept]
+    assert backward.names & AGAIN[SavedActivations.INPUTS] == AGAIN[kept]
 
 
-@pytest.mark.parametrize("kept", Kept)
-def test_a_block_is_compiled_as_one_graph_that_keeps_the_same(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", SavedActivations)
+def test_a_block_is_compiled_as_one_graph_that_keeps_the_same(
+    kept: SavedActivations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other order, a checkpoint around a compiled block, runs uncompiled without a word."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", partial(compile_, backend="aot_eager_decomp_partition"))
@@ -97,15 +99,17 @@ def test_a_block_is_compiled_as_one_graph_that_keeps_the_same(kept: Kept, monkey
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     with Ops() as backward:
         output.sum().backward()
-    assert backward.names & (AGAIN[Kept.INPUTS] - {"native_group_norm"}) == AGAIN[kept] - {"native_group_norm"}
-    plain = resnet(Kept.ALL)
+    assert backward.names & (AGAIN[SavedActivations.INPUTS] - {"native_group_norm"}) == AGAIN[kept] - {
+        "native_group_norm"
+    }
+    plain = resnet(SavedActivations.ALL)
     plain(*inputs()).sum().backward()
     for ours, theirs in zip(block.parameters(), plain.parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_stays_a_block_of_its_class() -> None:
-    block = resnet(Kept.INPUTS)
+    block = resnet(SavedActivations.INPUTS)
     assert isinstance(block, ResnetBlock2D) and type(block).__name__ == "ResnetBlock2D"
     network = nn.Module()
     network.only = block
@@ -116,7 +120,10 @@ def test_a_block_stays_a_block_of_its_class() -> None:
 
 
 def test_what_is_kept_is_told_in_order() -> None:
-    assert description([Kept.INPUTS, Kept.ALL, Kept.INPUTS]) == "1 keep all, 2 keep inputs"
+    assert (
+        description([SavedActivations.INPUTS, SavedActivations.ALL, SavedActivations.INPUTS])
+        == "1 keep all, 2 keep inputs"
+    )
 
 
 def test_a_limit_without_a_choice_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 from sd_lightning.planner.checkpointing import Simulation, choose
 from sd_lightning.planner.devices import load_device
 from sd_lightning.planner.passes import training_pass
@@ -24,12 +24,12 @@ SPEEDS = Speeds.of(load_device("a100-80gb"))
 
 
 @cache
-def _traced(kept: tuple[tuple[str, Kept], ...]) -> Trace:
+def _traced(kept: tuple[tuple[str, SavedActivations], ...]) -> Trace:
     run = TrainingRun(BATCH, 512, kept=dict(kept))
     return training_pass(MODEL, run, torch.bfloat16, None)
 
 
-def traced(kept: Mapping[str, Kept]) -> Trace:
+def traced(kept: Mapping[str, SavedActivations]) -> Trace:
     return _traced(tuple(sorted(kept.items(), key=lambda each: each[0])))
 
 
@@ -46,11 +46,11 @@ def simulated() -> Simulation:
     return Simulation(traced({}), BATCH, SPEEDS)
 
 
-@pytest.mark.parametrize("kept", Kept)
-def test_the_simulation_agrees_with_a_trace(kept: Kept) -> None:
+@pytest.mark.parametrize("kept", SavedActivations)
+def test_the_simulation_agrees_with_a_trace(kept: SavedActivations) -> None:
     simulation, base = simulated(), traced({})
-    levels = np.full(len(simulation.blocks), list(Kept).index(kept))
-    real = traced(dict.fromkeys(simulation.blocks, kept) if kept is not Kept.ALL else {})
+    levels = np.full(len(simulation.blocks), list(SavedActivations).index(kept))
+    real = traced(dict.fromkeys(simulation.blocks, kept) if kept is not SavedActivations.ALL else {})
     assert (live(base) + simulation.change(levels)).max() == pytest.approx(live(real).max(), rel=0.01)
     added = (seconds(real) - seconds(base)) / seconds(base)
     told = simulation.recomputed(levels) / simulation.seconds
@@ -63,16 +63,16 @@ def test_the_simulation_agrees_with_a_trace_under_autocast(dtype: torch.dtype) -
     run = TrainingRun(BATCH, 512)
     base = training_pass(MODEL, run, dtype, torch.bfloat16)
     simulation = Simulation(base, BATCH, SPEEDS)
-    for kept in (Kept.PRODUCTS, Kept.INPUTS):
-        levels = np.full(len(simulation.blocks), list(Kept).index(kept))
+    for kept in (SavedActivations.PRODUCTS, SavedActivations.INPUTS):
+        levels = np.full(len(simulation.blocks), list(SavedActivations).index(kept))
         real = training_pass(MODEL, replace(run, kept=dict.fromkeys(simulation.blocks, kept)), dtype, torch.bfloat16)
         assert (live(base) + simulation.change(levels)).max() == pytest.approx(live(real).max(), rel=0.01)
 
 
-@pytest.mark.parametrize("kept", [each for each in Kept if each is not Kept.ALL])
-def test_a_choice_is_better_than_one_for_all_blocks(kept: Kept) -> None:
+@pytest.mark.parametrize("kept", [each for each in SavedActivations if each is not SavedActivations.ALL])
+def test_a_choice_is_better_than_one_for_all_blocks(kept: SavedActivations) -> None:
     simulation = simulated()
-    levels = np.full(len(simulation.blocks), list(Kept).index(kept))
+    levels = np.full(len(simulation.blocks), list(SavedActivations).index(kept))
     limit = int(live(traced(dict.fromkeys(simulation.blocks, kept))).max())
     found = choose(traced, live, limit, BATCH, SPEEDS)
     assert found.peak <= limit and found.seconds <= simulation.recomputed(levels)
@@ -92,7 +92,7 @@ def test_a_choice_is_nearly_that_of_an_integer_program() -> None:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     simulation, memory = simulated(), live(traced({}))
-    count, menu = len(simulation.blocks), len(Kept)
+    count, menu = len(simulation.blocks), len(SavedActivations)
     alone = np.array([[simulation.change(_only(count, b, level)) for level in range(menu)] for b in range(count)])
     for limit in (10, 6, 4):
         ours = choose(traced, live, int(limit * GB), BATCH, SPEEDS)
@@ -118,13 +118,16 @@ def _only(count: int, block: int, level: int) -> np.ndarray:
     return levels
 
 
-def _levels(simulation: Simulation, kept: Mapping[str, Kept]) -> np.ndarray:
-    return np.array([list(Kept).index(kept.get(name, Kept.ALL)) for name in simulation.blocks])
+def _levels(simulation: Simulation, kept: Mapping[str, SavedActivations]) -> np.ndarray:
+    return np.array([list(SavedActivations).index(kept.get(name, SavedActivations.ALL)) for name in simulation.blocks])
 
 
 def test_if_nothing_fits_the_smallest_is_returned() -> None:
     found = choose(traced, live, int(1 * GB), BATCH, SPEEDS)
-    assert found.peak > 1 * GB and found.peak == live(traced(dict.fromkeys(simulated().blocks, Kept.INPUTS))).max()
+    assert (
+        found.peak > 1 * GB
+        and found.peak == live(traced(dict.fromkeys(simulated().blocks, SavedActivations.INPUTS))).max()
+    )
 
 
 def test_what_is_held_beside_activations_counts() -> None:

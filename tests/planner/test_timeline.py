@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 from sd_lightning.planner import alternatives
 from sd_lightning.planner.alternatives import smallest, speedup_of_memory
 from sd_lightning.planner.devices import GIB, Cluster, Device
@@ -26,9 +26,9 @@ def tiny() -> LatentDiffusion:
     return LatentDiffusion.build("tiny", device="meta")
 
 
-@pytest.mark.parametrize("kept", [Kept.ALL, Kept.INPUTS])
-def test_all_kinds_together_are_the_forecast(tiny: LatentDiffusion, kept: Kept) -> None:
-    blocks = {} if kept is Kept.ALL else {"unet.mid_block.attentions.0": kept}
+@pytest.mark.parametrize("kept", [SavedActivations.ALL, SavedActivations.INPUTS])
+def test_all_kinds_together_are_the_forecast(tiny: LatentDiffusion, kept: SavedActivations) -> None:
+    blocks = {} if kept is SavedActivations.ALL else {"unet.mid_block.attentions.0": kept}
     forecaster = Forecaster(tiny, TrainingRun(1024, 32, averages=True, kept=blocks))
     footprint = GeminiStrategy().footprint(forecaster.workload)
     assert footprint is not None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.models.checkpointing import Kept, recompute_
+from sd_lightning.models.checkpointing import SavedActivations, recompute_
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.recording import PRIME, record
@@ -22,7 +22,9 @@ from small_models import SMALL_SDXL
 BATCH = 8
 
 
-def unet(device: str, *, checkpointing: bool = False, model: str = "tiny", kept: Iterable[Kept] = ()) -> Any:
+def unet(
+    device: str, *, checkpointing: bool = False, model: str = "tiny", kept: Iterable[SavedActivations] = ()
+) -> Any:
     """Return a denoiser; its blocks keep what ``kept`` has in turn."""
     network: Any = LatentDiffusion.build(model, device=device).denoiser.train()
     if checkpointing:
@@ -65,7 +67,7 @@ def allocated(step: Callable[[], Any]) -> int:
     return int(np.cumsum([size for _, size in events]).max())
 
 
-KEPT = [{"kept": (each,)} for each in Kept] + [{"kept": tuple(Kept)}]
+KEPT = [{"kept": (each,)} for each in SavedActivations] + [{"kept": tuple(SavedActivations)}]
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpointing": True}, *KEPT], ids=str)

@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["images=0"], "plan got images=0; expected a number above 0; write images=1e6"),
         (["loader=0"], "plan got loader=0; expected a number above 0; write loader=200"),
         (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
-        (["data.resolution=101"], "plan got data.resolution=101; expected a multiple of 4 pixels, e.g. 32"),
+        (["data.resolution=101"], "plan got data.resolution=101; expected a multiple of 8 pixels, e.g. 512"),
         (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),
         (["gpus=0"], "plan got gpus=0; expected at least 1"),
         (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),

@@ -23,7 +23,7 @@ from places import REPO
 from ranks import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.apps import plan, train
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 from sd_lightning.strategies import compilers
 from sd_lightning.strategies.colossalai import probe
 from sd_lightning.strategies.colossalai.settings import config_of
@@ -340,7 +340,7 @@ def test_it_imports_beside_our_versions() -> None:
 
 Results = dict[str, dict[str, Any]]
 NOT_CLIPPED = {"gradient_clip_val": None}
-KEPT = [each.value for each in Kept]
+KEPT = [each.value for each in SavedActivations]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
     "partly_offloaded": {"offload_optim_frac": 0.02},  # a chunk of twenty parameters counts twenty times

@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 from sd_lightning import UsageError
 from sd_lightning.apps import preflight
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.models.checkpointing import Kept, recompute_
+from sd_lightning.models.checkpointing import SavedActivations, recompute_
 from sd_lightning.planner.footprint import Workload
 from sd_lightning.strategies import compilers
 from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed
@@ -496,13 +496,13 @@ def test_blocks_that_keep_products_are_refused_at_stage_3() -> None:
     """DeepSpeed's linear layers add the bias to a kept product in place, unseen by autograd: gradients were wrong."""
     module = Module()
     module.block = torch.nn.Linear(2, 2)
-    recompute_({"block": module.block}, {"block": Kept.PRODUCTS})
+    recompute_({"block": module.block}, {"block": SavedActivations.PRODUCTS})
     strategy = deepspeed(stage=2)
     strategy.check(trainer_of(strategy), module)
     strategy = deepspeed(stage=3)
     with pytest.raises(UsageError, match='stage 3 .* gradients would be wrong; let blocks keep "convolutions" or "inp'):
         strategy.check(trainer_of(strategy), module)
-    assert Kept.PRODUCTS not in strategy.footprint(Workload([], "32-true", torch.optim.SGD, 1)).menu
+    assert SavedActivations.PRODUCTS not in strategy.footprint(Workload([], "32-true", torch.optim.SGD, 1)).menu
 
 
 def test_a_swap_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import SourceSubset
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import ImageOptions
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -51,7 +51,7 @@ def data(*, batch_size: int = BATCH_SIZE, num_workers: int = 0, cache_latents: b
 def apply_speed(job: Mapping[str, Any], module: SDLightningModule) -> None:
     """Apply the ``speed`` of a job; its blocks keep what ``kept`` has in turn, under a limit."""
     networks = module.trained_networks()
-    levels = itertools.cycle([Kept(each) for each in job.get("kept", ("all",))])
+    levels = itertools.cycle([SavedActivations(each) for each in job.get("kept", ("all",))])
     Speed(**job.get("speed", {})).apply_(networks, dict(zip(recomputable(networks), levels)))
 
 

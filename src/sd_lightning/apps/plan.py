@@ -19,6 +19,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
 from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
+from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
 from sd_lightning.planner.calibration import file_of, hardware, hardware_here
@@ -64,8 +65,8 @@ def run(cfg: DictConfig) -> int:
         return calibrate(cfg.output if "output" in _conf.overridden_keys() else None)
     started = time.perf_counter()
     spec = RunSpec.of(cfg)
+    check(spec)
     model = spec.model.describe()
-    check(spec, model)
     device, speeds = hardware_of(spec["gpu"])
     host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)
     search = Search(
@@ -166,7 +167,7 @@ def write(data: Mapping[str, Any], file: Path) -> None:
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
-def check(spec: RunSpec, model: LatentDiffusion) -> None:
+def check(spec: RunSpec) -> None:
     """Check what no constructor sees.
 
     Raises:
@@ -175,10 +176,10 @@ def check(spec: RunSpec, model: LatentDiffusion) -> None:
     for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64"), ("loader", "200")):
         if spec[name] is not None and not spec[name] > 0:
             raise UsageError(f"plan got {name}={spec[name]}; expected a number above 0; write {name}={example}")
-    resolution, step = spec["data.resolution"], model.vae_scale_factor
-    if resolution is not None and (resolution < step or resolution % step):
+    resolution = spec["data.resolution"]
+    if resolution is not None and (resolution < SIZE_MULTIPLE or resolution % SIZE_MULTIPLE):
         raise UsageError(
-            f"plan got data.resolution={resolution}; expected a multiple of {step} pixels, e.g. {model.resolution}"
+            f"plan got data.resolution={resolution}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. 512"
         )
     if spec["output"] is not None and not spec["output"].endswith((".html", ".json")):
         raise UsageError(

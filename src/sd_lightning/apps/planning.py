@@ -13,7 +13,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
-from sd_lightning.models.checkpointing import Kept, description
+from sd_lightning.models.checkpointing import SavedActivations, description
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import remedies
 from sd_lightning.planner.calibration import device_name, file_of, hardware, hardware_here
@@ -168,7 +168,7 @@ def recomputation(spec: RunSpec, choice: PlanChoice | None = None) -> Recomputat
     else:
         limit, always = int(GB * float(setting)), 0
 
-    def traced(kept: Mapping[str, Kept]) -> Trace:
+    def traced(kept: Mapping[str, SavedActivations]) -> Trace:
         return Forecaster(model, replace(run, kept=kept)).trace(footprint)
 
     def total(trace: Trace) -> np.ndarray:

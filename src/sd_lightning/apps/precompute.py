@@ -102,7 +102,7 @@ def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
     if datamodule.source_val is not None:
         sources["val"] = datamodule.source_val
     for source in sources.values():
-        if source.together > 1 or source.loss_weights is not None or source.rows is not None:
+        if source.group_size > 1 or source.loss_weights is not None or source.rows is not None:
             raise UsageError(
                 "precompute got photos of a subject with pictures of its class, whose pairs and weights a store does "
                 "not hold; expected images with captions; write data=images, or train with data.cache_latents=true"

@@ -197,7 +197,7 @@ def _long_data_wait(trainer: Trainer, measured: Throughput | None) -> list[str]:
     if measured is None or measured.data_wait is None or measured.data_wait <= _LONG_DATA_WAIT:
         return []
     data = trainer.datamodule  # type: ignore[attr-defined]
-    remedy = data.faster() if isinstance(data, TunableData) else None
+    remedy = data.bottleneck_remedy() if isinstance(data, TunableData) else None
     return [f"data wait {measured.data_wait:.0%}" + (f" ({remedy})" if remedy else "")]
 
 

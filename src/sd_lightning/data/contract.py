@@ -72,7 +72,7 @@ class CountedData(Protocol):
 class TunableData(Protocol):
     """Data that know what makes them arrive sooner."""
 
-    def faster(self) -> str | None:
+    def bottleneck_remedy(self) -> str | None:
         """Return what to change, such as "data.num_workers=4", or the command to run first; None if nothing is left."""
 
 

@@ -113,11 +113,11 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
-        if self.images.enable_bucket and self.source_train.together > 1:
+        if self.images.enable_bucket and self.source_train.group_size > 1:
             raise UsageError(
-                f"data.enable_bucket=true: samples stay together in groups of {self.source_train.together}, such as a "
-                "photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or train "
-                "without pictures of the class"
+                f"data.enable_bucket=true: samples stay together in groups of {self.source_train.group_size}, such as "
+                "a photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or "
+                "train without pictures of the class"
             )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
@@ -219,14 +219,14 @@ class SDDataModule(LightningDataModule):
         """Return the validation loader: training selects nothing with it."""
         return self.val_dataloader()
 
-    def faster(self) -> str | None:
+    def bottleneck_remedy(self) -> str | None:
         """Return what makes the batches arrive sooner; see ``TunableData``."""
         num_bytes = None
         if self.source_train.latents is None and self.trainer is not None:
             model, side = self._module().latent_diffusion, self.images.resolution
             moments = 2 * math.prod(model.family.latent_shape(model.components, side, side))
             num_bytes = len(self.source_train.distinct) * moments * torch.float32.itemsize
-        return self._loaders.faster(self.images, num_bytes)
+        return self._loaders.bottleneck_remedy(self.images, num_bytes)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""

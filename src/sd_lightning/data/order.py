@@ -64,7 +64,7 @@ class EpochOrder:
         *,
         seed: int,
         epoch: int,
-        together: int = 1,
+        group_size: int = 1,
         locality: Locality | None = None,
         stream: int = 0,
     ) -> None:
@@ -74,20 +74,20 @@ class EpochOrder:
             num_samples: Length of the data set.
             seed: Seed of the run, in [0, 2**64).
             epoch: Index of the pass over the data.
-            together: Consecutive samples that stay together; divides ``num_samples``.
+            group_size: Consecutive samples that stay together; divides ``num_samples``.
             locality: How far samples are spread; over the whole epoch if None.
             stream: Number that tells apart the orders of one epoch, such as those of its buckets.
 
         Raises:
             UsageError: The seed is out of range.
         """
-        self._together = together
+        self._group_size = group_size
         self._groups: Positions
         if locality is None:
-            num_groups = num_samples // together
+            num_groups = num_samples // group_size
             self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch, stream=stream * _STREAMS)
         else:
-            assert together == 1, "stores hold no samples that stay together"
+            assert group_size == 1, "stores hold no samples that stay together"
             self._groups = _Windows(locality, seed=seed, epoch=epoch, first_stream=stream * _STREAMS)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
@@ -99,10 +99,10 @@ class EpochOrder:
         Returns:
             (N,) int64 sample indices.
         """
-        if self._together == 1:
+        if self._group_size == 1:
             return self._groups(positions)
-        group, member = np.divmod(positions, self._together)
-        return self._groups(group) * self._together + member
+        group, member = np.divmod(positions, self._group_size)
+        return self._groups(group) * self._group_size + member
 
 
 class _Windows:
@@ -211,7 +211,7 @@ class BatchOrder:
     """Yield each bucket in index order if false."""
     drop_last: bool = False
     """Leave the incomplete last batch of each bucket out: other samples in each epoch."""
-    together: int = 1
+    group_size: int = 1
     """Consecutive samples that stay together; divides the size of every bucket."""
 
     @property
@@ -245,9 +245,9 @@ class BatchOrder:
 
         @cache
         def order(chosen: int) -> EpochOrder:
-            bucket, together = self.buckets[chosen], self.together
+            bucket, group_size = self.buckets[chosen], self.group_size
             keys = {"seed": self.seed, "epoch": epoch, "stream": chosen}
-            return EpochOrder(len(bucket), **keys, together=together, locality=bucket.locality)
+            return EpochOrder(len(bucket), **keys, group_size=group_size, locality=bucket.locality)
 
         def batch(number: int) -> np.ndarray:
             after = bisect_right(range(2**_TICK_BITS + 1), number, key=lambda tick: int(before(tick).sum()))

@@ -325,7 +325,7 @@ class Batching:
         drop_last = not buckets if self._drop_last is None else self._drop_last
         side = self._images.resolution
         buckets = buckets or (Bucket((side, side), range(len(source)), source.locality),)
-        return BatchOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last, together=source.together)
+        return BatchOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last, group_size=source.group_size)
 
     def validation(self, source: Source, batch_size: int, world_size: int, rank: int) -> list[list[Key]]:
         """Return a rank's batches of validation keys, equally many on all ranks; collective with buckets."""

@@ -68,7 +68,7 @@ class Source(ABC):
     """Name -> reason of the entries found unusable when the source was opened; not counted in its length."""
     loss_weights: Tensor | None = None
     """(N,) float32, loss weight of each sample; None for equal weights."""
-    together: int = 1
+    group_size: int = 1
     """Consecutive samples kept together when shuffled; divides the number of samples."""
     locality: Locality | None = None
     """How far samples that lie together are spread in an epoch; None spreads them over all of it."""

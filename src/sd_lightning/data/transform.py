@@ -18,6 +18,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample
+from sd_lightning.models.families.base import SIZE_MULTIPLE
 
 MAX_IMAGE_PIXELS = 128_000_000
 """Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
@@ -234,10 +235,10 @@ class ImageOptions:
     """All sides of buckets are multiples of this number of pixels."""
 
     def __post_init__(self) -> None:
-        if self.resolution < 8 or self.resolution % 8:
+        if self.resolution < SIZE_MULTIPLE or self.resolution % SIZE_MULTIPLE:
             raise UsageError(
-                f"data.resolution={self.resolution}: expected a positive multiple of 8, which the VAE can divide; "
-                f"write data.resolution={_nearest(self.resolution, 8)}"
+                f"data.resolution={self.resolution}: expected a positive multiple of {SIZE_MULTIPLE}, which the VAE "
+                f"can divide; write data.resolution={_nearest(self.resolution, SIZE_MULTIPLE)}"
             )
         if not 0 <= self.proportion_empty_prompts <= 1:
             raise UsageError(
@@ -262,15 +263,16 @@ class ImageOptions:
 
     def _check_buckets(self) -> None:
         side, step = self.resolution, self.bucket_reso_steps
-        if step < 8 or step % 8:
+        if step < SIZE_MULTIPLE or step % SIZE_MULTIPLE:
             raise UsageError(
-                f"data.bucket_reso_steps={step}: expected a positive multiple of 8, which the VAE can divide; "
-                f"write data.bucket_reso_steps={_nearest(step, 8)}"
+                f"data.bucket_reso_steps={step}: expected a positive multiple of {SIZE_MULTIPLE}, which the VAE can "
+                f"divide; write data.bucket_reso_steps={_nearest(step, SIZE_MULTIPLE)}"
             )
         if side % step:
             raise UsageError(
                 f"data.resolution={side} with data.bucket_reso_steps={step}: expected a multiple of the step, which "
-                f"all sides of buckets are; write data.resolution={_nearest(side, step)} or data.bucket_reso_steps=8"
+                f"all sides of buckets are; write data.resolution={_nearest(side, step)} or "
+                f"data.bucket_reso_steps={SIZE_MULTIPLE}"
             )
         if not 1 <= self.min_bucket_reso <= side:
             raise UsageError(

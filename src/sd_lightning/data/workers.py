@@ -87,7 +87,7 @@ class Loaders:
             self._used = choose(self._options, dataset, batches, processes=self._processes)
         return self._used.build(dataset, batches, on_cuda=trainer.strategy.root_device.type == "cuda")
 
-    def faster(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
+    def bottleneck_remedy(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
         """Return what makes batches arrive sooner; see ``TunableData``.
 
         Args:

@@ -286,7 +286,7 @@ class Velocity(_Diffusion):
         return weights / (snr + 1.0)
 
 
-class Sample(_Diffusion):
+class SamplePrediction(_Diffusion):
     """Prediction of the clean latents."""
 
     name = "sample"
@@ -346,7 +346,7 @@ class Flow(Prediction):
         }
 
 
-PREDICTIONS: dict[str, Prediction] = {each.name: each for each in (Epsilon(), Velocity(), Sample(), Flow())}
+PREDICTIONS: dict[str, Prediction] = {each.name: each for each in (Epsilon(), Velocity(), SamplePrediction(), Flow())}
 
 
 def is_flow_matching(scheduler_config: Mapping[str, Any]) -> bool:

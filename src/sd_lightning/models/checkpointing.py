@@ -24,7 +24,7 @@ KINDS: Mapping[str, str] = {
 """Operator, without overload -> kind; all others are elementwise: memory limits them."""
 
 
-class Kept(enum.Enum):
+class SavedActivations(enum.Enum):
     """What a block keeps for backward besides its inputs, from the most memory to the least."""
 
     ALL = "all"
@@ -37,17 +37,17 @@ class Kept(enum.Enum):
 
     def keeps(self, operator: str) -> bool:
         """Return whether the outputs of an operator are kept."""
-        return self is Kept.ALL or KINDS.get(operator) in _KEPT_KINDS[self]
+        return self is SavedActivations.ALL or KINDS.get(operator) in _KEPT_KINDS[self]
 
 
-_KEPT_KINDS: Mapping[Kept, frozenset[str]] = {
-    Kept.PRODUCTS: frozenset(("convolution", "matmul", "attention")),
-    Kept.CONVOLUTIONS: frozenset(("convolution", "attention")),
-    Kept.INPUTS: frozenset(),
+_KEPT_KINDS: Mapping[SavedActivations, frozenset[str]] = {
+    SavedActivations.PRODUCTS: frozenset(("convolution", "matmul", "attention")),
+    SavedActivations.CONVOLUTIONS: frozenset(("convolution", "attention")),
+    SavedActivations.INPUTS: frozenset(),
 }
 
 
-def recompute_(blocks: Mapping[str, nn.Module], kept: Mapping[str, Kept]) -> None:
+def recompute_(blocks: Mapping[str, nn.Module], kept: Mapping[str, SavedActivations]) -> None:
     """Let blocks keep only some of their activations, in place.
 
     A block's class becomes a subclass with another ``forward``, so torch.compile and the engines' hooks are outside of
@@ -58,20 +58,20 @@ def recompute_(blocks: Mapping[str, nn.Module], kept: Mapping[str, Kept]) -> Non
         kept: Name -> what the block keeps; blocks without a name in it keep everything.
     """
     for name, what in kept.items():
-        if what is not Kept.ALL:
+        if what is not SavedActivations.ALL:
             blocks[name].__class__ = _recomputing(type(blocks[name]))  # type: ignore[arg-type]
             blocks[name]._kept = what  # type: ignore[assignment]
 
 
-def kept_by(blocks: Iterable[nn.Module]) -> set[Kept]:
+def kept_by(blocks: Iterable[nn.Module]) -> set[SavedActivations]:
     """Return what blocks keep."""
-    return {getattr(block, "_kept", Kept.ALL) for block in blocks}
+    return {getattr(block, "_kept", SavedActivations.ALL) for block in blocks}
 
 
-def description(kept: Iterable[Kept]) -> str:
+def description(kept: Iterable[SavedActivations]) -> str:
     """Return how many blocks keep what, as text: "4 keep convolutions, 2 keep inputs"."""
     values = list(kept)
-    return ", ".join(f"{count} keep {each.value}" for each in Kept if (count := values.count(each)))
+    return ", ".join(f"{count} keep {each.value}" for each in SavedActivations if (count := values.count(each)))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
         # Not if the whole block is recomputed: a dispatch mode in Python slows every operation.
         contexts: dict[str, Any] = (
-            {} if self._kept is Kept.INPUTS else {"context_fn": functools.partial(_contexts, self._kept)}
+            {} if self._kept is SavedActivations.INPUTS else {"context_fn": functools.partial(_contexts, self._kept)}
         )
         run = functools.partial(kind.forward, self)
         return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
@@ -89,10 +89,10 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _contexts(kept: Kept) -> Any:
+def _contexts(kept: SavedActivations) -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_policy, kept))
 
 
-def _policy(kept: Kept, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(kept: SavedActivations, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keeps = kept.keeps(operator._overloadpacket.__name__)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

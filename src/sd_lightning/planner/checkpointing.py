@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from sd_lightning.models.checkpointing import KINDS, Kept
+from sd_lightning.models.checkpointing import KINDS, SavedActivations
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.trace import Trace
 
-_MENU = tuple(Kept)
+_MENU = tuple(SavedActivations)
 _TRIES = 5
 """Traces that check a choice, at most."""
 _CLOSE = 0.02
@@ -28,7 +28,7 @@ _CLOSE = 0.02
 class Simulated:
     """What blocks keep, and what that is simulated to gain and cost."""
 
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, SavedActivations]
     """By block; those without an entry keep everything."""
     change: np.ndarray
     """Bytes that are more or less during each operation of a pass in which blocks keep everything."""
@@ -40,7 +40,7 @@ class Simulated:
 class Recomputation:
     """What blocks keep, checked by a trace."""
 
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, SavedActivations]
     peak: int
     """Bytes."""
     seconds: float
@@ -154,7 +154,7 @@ class Simulation:
         """Return the change of the bytes that exist during each operation.
 
         Args:
-            levels: For each block, the index in :class:`Kept` of what it keeps.
+            levels: For each block, the index in :class:`SavedActivations` of what it keeps.
         """
         blocks = self._of
         level = levels[blocks.of_changed]
@@ -173,7 +173,7 @@ class Simulation:
         """Return the seconds of recomputation."""
         return float(self._recomputed[np.arange(len(self.blocks)), levels].sum())
 
-    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Simulated:
+    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[SavedActivations]) -> Simulated:
         """Return what blocks keep so that the simulated peak fits with the least recomputation; or the least.
 
         Args:
@@ -183,7 +183,7 @@ class Simulation:
         """
         return self._simulated(self._cheapest(memory, limit, [n for n, each in enumerate(_MENU) if each in menu]))
 
-    def least(self, menu: Sequence[Kept]) -> Simulated:
+    def least(self, menu: Sequence[SavedActivations]) -> Simulated:
         """Return what blocks keep at the least."""
         level = max(level for level, each in enumerate(_MENU) if each in menu)
         return self._simulated(np.full(len(self.blocks), level))
@@ -246,13 +246,13 @@ def _rate(last: tuple[float, float, int], new: tuple[float, float, int]) -> floa
 
 
 def choose(
-    traced: Callable[[Mapping[str, Kept]], Trace],
+    traced: Callable[[Mapping[str, SavedActivations]], Trace],
     total: Callable[[Trace], np.ndarray],
     limit: int,
     batch_size: int,
     speeds: Speeds,
     *,
-    menu: Sequence[Kept] = tuple(Kept),
+    menu: Sequence[SavedActivations] = tuple(SavedActivations),
 ) -> Recomputation:
     """Return what blocks keep so that the peak is below a limit, with the least recomputation.
 

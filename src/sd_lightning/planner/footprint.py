@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -222,7 +222,7 @@ class Footprint:
     """The same for host memory and disk."""
     master_dtype: torch.dtype = torch.float32
     """Of the weights that the optimizer updates; the EMA, in float32, casts others in each update."""
-    menu: tuple[Kept, ...] = tuple(Kept)
+    menu: tuple[SavedActivations, ...] = tuple(SavedActivations)
     """What blocks may keep for backward."""
 
     @property

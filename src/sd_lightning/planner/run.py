@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.checkpointing import SavedActivations
 from sd_lightning.models.lora import Lora
 from sd_lightning.planner.footprint import OptimizerFactory
 
@@ -32,7 +32,7 @@ class TrainingRun:
     """Parameters -> optimizer."""
     gradient_checkpointing: bool = False
     """Whether all blocks keep their inputs only."""
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    kept: Mapping[str, SavedActivations] = field(default_factory=dict)
     """What blocks keep for backward, by network and name of the block: "unet.mid_block.resnets.0"; otherwise all."""
     encoder_dtype: torch.dtype = torch.float32
     averages: bool = False

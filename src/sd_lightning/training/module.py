@@ -20,7 +20,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.diffusion.objective import Objective
 from sd_lightning.diffusion.prediction import Schedule
-from sd_lightning.models.checkpointing import Kept, kept_by
+from sd_lightning.models.checkpointing import SavedActivations, kept_by
 from sd_lightning.models.encoder import Dtype, LatentEncoder
 from sd_lightning.models.families.base import Batch
 from sd_lightning.models.families.blocks import recomputable
@@ -184,7 +184,7 @@ class SDLightningModule(pl.LightningModule):
             "train_text_encoder": len(networks) > 1,
             "lora": self.lora,
             "gradient_checkpointing": any(each is True for each in checkpointed),
-            "kept": {name: each for name, each in kept.items() if each is not Kept.ALL},
+            "kept": {name: each for name, each in kept.items() if each is not SavedActivations.ALL},
             "encoder_dtype": self.encoder.dtype,
             "offload_encoders": self.encoder.offload,
             "cache_latents": data.cache_latents,

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.checkpointing import Kept, recompute_
+from sd_lightning.models.checkpointing import SavedActivations, recompute_
 from sd_lightning.models.families.blocks import enable_gradient_checkpointing, recomputable, repeated_blocks
 from sd_lightning.models.tf32 import allow_tf32
 from sd_lightning.strategies.base import engine_of
@@ -70,7 +70,7 @@ class Speed:
         """Whether ``gradient_checkpointing`` is a limit, for which what blocks keep is chosen."""
         return not isinstance(self.gradient_checkpointing, bool)
 
-    def apply_(self, networks: Mapping[str, nn.Module], kept: Mapping[str, Kept] | None = None) -> None:
+    def apply_(self, networks: Mapping[str, nn.Module], kept: Mapping[str, SavedActivations] | None = None) -> None:
         """Apply the options to the networks in place; attention kernel and TF32 are set for the whole process.
 
         Args:

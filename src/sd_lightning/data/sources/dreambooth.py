@@ -81,7 +81,7 @@ class SubjectAndClass(SourceSubset):
     """Source of photos of a subject, each followed by a picture of its class if there are any.
 
     An epoch shows every photo equally often. With prior preservation it has as many class pictures as photos, in pairs
-    that stay together when shuffled (``together``), so that even a batch of two has one of each.
+    that stay together when shuffled (``group_size``), so that even a batch of two has one of each.
 
     Attributes:
         loss_weights: (N,) float32. The mean of the weighted losses over a batch is DreamBooth's
@@ -117,8 +117,8 @@ class SubjectAndClass(SourceSubset):
         groups = [group for group in (photos, class_pictures) if group]
         files = list(dict.fromkeys([*photos, *class_pictures]))
         row = {picture: i for i, picture in enumerate(files)}
-        self.together = len(groups)
-        least = max(len(class_pictures), -(-min_samples // self.together))
+        self.group_size = len(groups)
+        least = max(len(class_pictures), -(-min_samples // self.group_size))
         count = -(-least // len(photos)) * len(photos)
         rows = [row[group[i % len(group)]] for i in range(count) for group in groups]
         super().__init__(Pictures(files, max_image_pixels=max_image_pixels), rows)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from sd_lightning._errors import UsageError
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
+_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"})
 OTHER_SUFFIXES = frozenset(
     {".heic", ".heif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
@@ -70,8 +72,9 @@ def read_size(file: BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[in
         BadSample: It is too large, or has no header that can be read.
     """
     with _opened(file, max_pixels) as image:
-        # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels: hardly any
-        # program writes one there.
+        if isinstance(image, PngImageFile) and _has_late_metadata(file):
+            image.load()
+        # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
         # PIL has already turned the size of a TIFF whose own tag says so.
         is_turned = isinstance(image, TiffImageFile) and ExifTags.Base.Orientation in image.tag_v2
@@ -103,6 +106,26 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
         # PIL's own message repeats the path, or the address of the buffer.
         reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise BadSample(f"cannot decode the image: {reason}") from error
+
+
+def _has_late_metadata(file: BinaryIO) -> bool:
+    """Return whether a PNG has metadata behind its pixels, where an orientation may be."""
+    position, file_position, behind_pixels = 8, file.tell(), False
+    try:
+        while len(header := _read_at(file, position, 8)) == 8 and header[4:] != b"IEND":
+            length, kind = int.from_bytes(header[:4], "big"), header[4:]
+            if behind_pixels and kind in _PNG_METADATA:
+                return True
+            behind_pixels |= kind == b"IDAT"
+            position += length + 12
+        return False
+    finally:
+        file.seek(file_position)
+
+
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    file.seek(position)
+    return file.read(count)
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.contract import global_batch_size
-from sd_lightning.models.checkpointing import Kept, kept_by
+from sd_lightning.models.checkpointing import SavedActivations, kept_by
 from sd_lightning.planner.footprint import (
     Footprint,
     Holding,
@@ -153,7 +153,7 @@ class DeepSpeedSettings:
         self.user.settle(_run_of(trainer, optimizers), num_processes=trainer.world_size)
         if self.get(_CHECKPOINTING) and not checkpointed_blocks(module):
             self._refuse_unused_checkpointing()
-        if self.stage == 3 and Kept.PRODUCTS in kept_by(module.modules()):
+        if self.stage == 3 and SavedActivations.PRODUCTS in kept_by(module.modules()):
             raise UsageError(
                 f"{self.who}: at stage 3 DeepSpeed's linear layers change the products that a block keeps, and "
                 'gradients would be wrong; let blocks keep "convolutions" or "inputs"'
@@ -244,7 +244,10 @@ def footprint_of(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
     """Count what the settings' stage keeps."""
     if settings.stage != 3:
         return _of_zero12(settings, workload)
-    return replace(_of_zero3(settings, workload), menu=tuple(each for each in Kept if each is not Kept.PRODUCTS))
+    return replace(
+        _of_zero3(settings, workload),
+        menu=tuple(each for each in SavedActivations if each is not SavedActivations.PRODUCTS),
+    )
 
 
 def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:

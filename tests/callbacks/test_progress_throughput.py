@@ -445,7 +445,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
-    yield lambda: re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    return lambda: re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 
 class Notes(Callback):

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,10 +257,8 @@ class Watching(pl.Callback):
         sizes = []
         for entry in os.scandir(self.cache):
             if not entry.name.startswith((".fetching", ".lock")):
-                try:
+                with suppress(FileNotFoundError):
                     sizes.append(entry.stat().st_size)
-                except FileNotFoundError:
-                    pass
         self.most = max(self.most, sum(sizes))
         self.most_deleted = max(self.most_deleted, deleted_but_open(self.cache))
 

@@ -542,7 +542,7 @@ def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Fin
     # Blocks begin at each rank's part of a parameter: other blocks than one process has, and nearly the same numbers.
     assert fast.losses == pytest.approx(quantised().losses, rel=1e-2)
     assert distance(fast, quantised())[1] < distance(quantised(), two_ranks[0]["place/sharded"])[1]
-    assert not name == "auto" or moved.notes["plan"]["slow_optimizers"] > 0
+    assert name != "auto" or moved.notes["plan"]["slow_optimizers"] > 0
 
 
 @slow

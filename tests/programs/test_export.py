@@ -297,7 +297,7 @@ def broken(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     shutil.copytree(newest(run_dir), root / "damaged")
     with open(root / "damaged" / "trainer.json", "a") as file:
         file.write(" ")
-    yield root
+    return root
 
 
 MISTAKES: list[tuple[str, tuple[str, ...]]] = [

@@ -64,7 +64,7 @@ def test_on_a_phone_names_and_values_stand_above_their_bars_and_nothing_is_cut()
         axes.figure.canvas.draw()
         narrow = is_narrow(axes)
         boxes = [text.get_window_extent() for text in axes.texts]
-        assert all(-1 <= box.x0 and box.x1 <= axes.figure.bbox.x1 + 1 for box in boxes)
+        assert all(box.x0 >= -1 and box.x1 <= axes.figure.bbox.x1 + 1 for box in boxes)
         found[narrow] = [text.get_text() for text in axes.texts]
 
     svg = render_svg("bars", draw, wide=True, height=bar_height([1, 2]))

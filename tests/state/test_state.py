@@ -193,7 +193,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], nn.ModuleDict], Factory]] = {
     "RAdam": (_network, lambda p: torch.optim.RAdam(p, lr=1e-2)),
     "RMSprop": (_network, lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True)),
     "Adagrad": (_network, lambda p: torch.optim.Adagrad(p, lr=1e-2)),
-    "Adadelta": (_network, lambda p: torch.optim.Adadelta(p)),
+    "Adadelta": (_network, torch.optim.Adadelta),
     "Adamax": (_network, lambda p: torch.optim.Adamax(p, lr=1e-2)),
     "ASGD": (_network, lambda p: torch.optim.ASGD(p, lr=1e-2)),
     "Rprop": (_network, lambda p: torch.optim.Rprop(p, lr=1e-2)),

@@ -134,7 +134,7 @@ class FakeMonitor:
 
 def install() -> None:
     """Put the stand-ins in place, once per process and before the engine is built."""
-    import colossalai.accelerator.api as api
+    from colossalai.accelerator import api
     from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 
     class FakeAccelerator(CpuAccelerator):

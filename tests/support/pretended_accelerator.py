@@ -220,9 +220,9 @@ class Watch(TorchDispatchMode):
             is_on_host = tiers == {Tier.SLOW} and not device.is_leaving  # what leaves may be cast on the device first
             for tensor, is_write in used:
                 device.use(device.host if is_on_host else device.current, tensor, is_write=is_write)
-            if len(tiers) == 2 and func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
-                if device.is_copying and not device.is_leaving:
-                    raise Race("the host converts into pageable memory and waits for the copy from it")
+            converts = func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype
+            if len(tiers) == 2 and converts and device.is_copying and not device.is_leaving:
+                raise Race("the host converts into pageable memory and waits for the copy from it")
             if len(tiers) == 2 and not device.is_copying:
                 device.host.merge(device.current.clock)  # a copy that the host waits for
         return func(*args, **kwargs)

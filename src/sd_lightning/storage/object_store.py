@@ -5,6 +5,7 @@ Requests that failed in passing are tried again, with growing waits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -196,10 +197,8 @@ class ObjectStore(Location):
 
     def delete(self, name: str) -> None:
         self.connection.provider.check_can_write(self.connection.who)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._call("delete", name, lambda file_system, path: file_system.rm_file(path))
-        except FileNotFoundError:
-            pass
 
     def fetch(self, name: str, path: Path) -> None:
         size = self.size(name)

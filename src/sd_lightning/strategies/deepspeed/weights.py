@@ -187,9 +187,8 @@ def whole_in_hook(hook: str, names: Mapping[nn.Parameter, str], adopt: Callable[
         UsageError: The hook uses gradients, or changes what is trained.
     """
     before = [parameter.requires_grad for parameter in names]
-    with ExitStack() as gathered:
-        with TouchedWeights(hook, names, gathered) as mode:
-            yield
+    with ExitStack() as gathered, TouchedWeights(hook, names, gathered) as mode:
+        yield
     for (parameter, name), was_trained in zip(names.items(), before, strict=True):
         if parameter.requires_grad != was_trained:
             raise UsageError(

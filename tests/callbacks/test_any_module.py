@@ -35,10 +35,13 @@ class Regression(pl.LightningModule):
     def __init__(self, plateau: bool = False, manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.body = nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Tanh())
-        self.head = nn.Linear(12, 1)
+        self.build()
         self.plateau = plateau
         self.automatic_optimization = not manual
+
+    def build(self) -> None:
+        self.body = nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Tanh())
+        self.head = nn.Linear(12, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -50,6 +53,18 @@ class Regression(pl.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _plateau(optimizer), "monitor": "loss"}}
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class BuiltLate(Regression):
+    """The same; its networks are built when the trainer asks for them."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            torch.manual_seed(1)
+            super().build()
 
 
 def _plateau(optimizer: torch.optim.Optimizer) -> Any:
@@ -95,9 +110,14 @@ class Losses(Callback):
 
 
 def train(
-    run_dir: Path, strategy: str, steps: int, *callbacks: Callback, resume: Path | None = None
+    run_dir: Path,
+    strategy: str,
+    steps: int,
+    *callbacks: Callback,
+    resume: Path | None = None,
+    kind: type[Regression] = Regression,
 ) -> tuple[dict[int, float], Regression]:
-    module, losses, saving = Regression(), Losses(), small.Saving(run_dir, (LEFT_AT,), resume=resume)
+    module, losses, saving = kind(), Losses(), small.Saving(run_dir, (LEFT_AT,), resume=resume)
     small.fit(module, Data(), steps, EMA(0.9), losses, saving, *callbacks, strategy=strategy_of(strategy))  # type: ignore[arg-type]
     return losses.of_step, module
 
@@ -140,10 +160,11 @@ def test_a_killed_run_goes_on_under_another_strategy_with_the_same_losses(
     assert (states[0]["trained_parts"], states[0]["frozen"], states[0]["position"]["seed"]) == ({}, {}, None)
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Regression, BuiltLate])
+def test_a_run_goes_on_bit_for_bit(kind: type[Regression], tmp_path: Path) -> None:
     straight, _ = train(tmp_path / "straight", "ddp", STEPS)
-    train(tmp_path / "run", "ddp", LEFT_AT)
-    losses, _ = train(tmp_path / "run", "ddp", STEPS, resume=checkpoint_path(tmp_path / "run", LEFT_AT))
+    train(tmp_path / "run", "ddp", LEFT_AT, kind=kind)
+    losses, _ = train(tmp_path / "run", "ddp", STEPS, resume=checkpoint_path(tmp_path / "run", LEFT_AT), kind=kind)
     assert losses == {step: straight[step] for step in losses}
     small.assert_bitwise_equal(checkpoint_path(tmp_path / "run", STEPS), checkpoint_path(tmp_path / "straight", STEPS))
 

@@ -104,6 +104,9 @@ def resnet(block: str, index: int) -> list[str]:
         # The second block has more layers than the first: numbers in a row would say which is which no more.
         ("unet", [*resnet("down_blocks.0", 0), *resnet("down_blocks.1", 0), *resnet("down_blocks.1", 1)], "no name"),
         ("vae", ["encoder.mid_block.attentions.1.to_q.weight"], "no name for encoder.mid_block.attentions.1.to_q"),
+        ("unet", ["up_blocks.weight"], "no name for up_blocks.weight"),
+        ("unet", ["down_blocks.0.resnets.x.norm1.weight"], "no name for down_blocks.0.resnets.x.norm1.weight"),
+        ("vae", ["decoder.up_blocks.x.resnets.0.conv1.weight"], "no name for decoder.up_blocks.x"),
         ("vae", ["mid_block.resnets.0.conv1.weight"], "no name for mid_block.resnets.0.conv1.weight of the vae"),
         ("text_encoder", ["text_model.encoder.layers.23.mlp.fc1.bias"], "no name for text_model.encoder.layers.23"),
         (

@@ -390,7 +390,7 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
             empty: dict[str, Any] = dict.fromkeys(mappings, {})
             empty |= dict.fromkeys(("optimizers", "optimizer_groups", "configured_groups", "schedulers"), [])
             empty["position"] = vars(RunPosition(1, 8, 0, 1, 8, 16, 0, order_version=2))
-            empty |= {"format": 2, "train_seconds": 0.0}
+            empty |= {"format": 2, "train_seconds": 0.0, "data": None, "loss": None}
             (tmp / "trainer.json").write_text(json.dumps(empty))
     before = sorted(Path().rglob("*"))
     monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])

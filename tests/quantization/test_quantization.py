@@ -638,3 +638,9 @@ def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
             costs = [cost for key, cost in metrics.items() if key.endswith(f"_{name}_{kernel}_cost")]
             assert costs and all((cost > 2) == dear for cost in costs), (name, kernel)
     assert metrics["unet_proj_bitsandbytes"] > 2 * metrics["unet_proj_weight_only"]
+
+
+def test_an_embedding_that_rescales_its_weight_stays_as_it_is() -> None:
+    network = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
+    quantize_(network, Int8(layers=("linear", "embedding")))
+    assert type(network[0]) is nn.Embedding and type(network[1]) is not nn.Linear

@@ -323,5 +323,5 @@ class EpochLoader(WholeBatchLoader):
         Raises:
             UsageError: It is one of another order.
         """
-        check_version(state["order_version"])
+        check_version(state.get("order_version", 1))
         self.batch_sampler.resume(state["epoch"], state["batches_done"])

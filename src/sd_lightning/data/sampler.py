@@ -85,12 +85,14 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """
         check_division(order.batch_size, world_size, accumulate)
         if not order.batches_per_epoch:
-            largest, num = max(map(len, order.buckets)), len(order.buckets)
+            largest, num = max(map(len, order.buckets), default=0), len(order.buckets)
             data = "the training set" if num == 1 else f"the largest of {num} aspect-ratio buckets"
-            smaller = f"data.batch_size={largest} or " if largest >= world_size * accumulate else ""
+            ways = [f"data.batch_size={largest}"] if largest >= world_size * accumulate else []
+            ways += ["data.drop_last=false"] if order.drop_last and largest else []
+            remedy = f"write {' or '.join(ways)}, or add images" if ways else "add images"
             raise UsageError(
                 f"data.batch_size={order.batch_size} ({world_size} process(es) x {accumulate} accumulated batch(es)) "
-                f"is larger than {data} of {largest} samples; write {smaller}data.drop_last=false, or add images"
+                f"is larger than {data} of {largest} samples; {remedy}"
             )
         self.order = order
         self.world_size = world_size

@@ -285,9 +285,9 @@ class ImageOptions:
                 f"the square bucket; write data.max_bucket_reso={2 * side}"
             )
         if len(self.shapes) == 1:
-            step = step if step < side else 8
+            step = step if step < side else SIZE_MULTIPLE
             wider = f"data.bucket_reso_steps={step} data.min_bucket_reso={step} data.max_bucket_reso={2 * side}"
-            remedy = wider if side > 8 else "data.enable_bucket=false"
+            remedy = wider if side > SIZE_MULTIPLE else "data.enable_bucket=false"
             raise UsageError(
                 f"data.enable_bucket=true: the square of data.resolution={side} is the only bucket with sides from "
                 f"data.min_bucket_reso={self.min_bucket_reso} to data.max_bucket_reso={self.max_bucket_reso} in steps "

@@ -287,7 +287,7 @@ class ChunkedState(ShardedState):
 
     @override
     def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
-        self._engine.access.close()
+        self._check_not_swapped("swap_in")
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._engine.trained_chunks:

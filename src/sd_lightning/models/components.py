@@ -66,8 +66,8 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
     if component.is_of_transformers:  # otherwise its error does not name the tensor of the wrong shape
         options["ignore_mismatched_sizes"] = True
-    cls = component.load_class()
     try:
+        cls = component.load_class()
         if folder.is_dir():
             check_part(folder)
             _check_weights(component, folder, variant)
@@ -191,7 +191,7 @@ def load_int8_network(
         The network, and its record with the configuration.
 
     Raises:
-        UsageError: Files are missing, damaged or of another network, or a package is missing.
+        UsageError: Files are missing, damaged or of another network.
     """
     network, component, deferred = defer_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)

@@ -84,8 +84,11 @@ class Lora:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
-                with _on_host(network):
-                    inject_adapter_in_model(self._config(name), network, adapter_name=_ADAPTER)
+                try:
+                    with _on_host(network):
+                        inject_adapter_in_model(self._config(name), network, adapter_name=_ADAPTER)
+                except ValueError as error:  # a rank that the groups of a convolution do not divide
+                    raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 

@@ -182,7 +182,10 @@ def quantize_(model: Model, config: Int8 | None = None) -> Model:
         name: {
             key: layer
             for key, layer in network.named_modules()
-            if type(layer) in kinds and "lora_" not in key and not _names(config.exclude, _full(name, key))
+            if type(layer) in kinds
+            and "lora_" not in key
+            and getattr(layer, "max_norm", None) is None  # such an embedding rescales its weight at each call
+            and not _names(config.exclude, _full(name, key))
         }
         for name, network in networks.items()
         if int8_config(network) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 from abc import ABC, abstractmethod
@@ -246,6 +247,11 @@ class GoogleStorage(Provider):
 
     def open(self, who: str) -> Any:
         gcsfs = require("gcsfs", extra=self.extra, who=who)
+        if "mode" not in inspect.signature(gcsfs.GCSFileSystem._pipe_file).parameters:  # it is dropped, and overwrites
+            raise UsageError(
+                f"{who}: the installed gcsfs cannot create a file only if it is absent; expected gcsfs>=2024.12; "
+                f"upgrade it: pip install --upgrade 'sd-lightning[{self.extra}]'"
+            )
         return gcsfs.GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
     def metadata(self, writer: str) -> dict[str, Any]:

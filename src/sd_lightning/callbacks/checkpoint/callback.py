@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import lightning_loops
@@ -133,7 +134,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             return
         datamodule = restore.check_can_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self.resume = restore.agree_on_checkpoint(trainer, self.resume)
-        self.check_resume(pl_module, datamodule)
+        if not is_overridden("configure_model", pl_module):  # else its networks are built later; `restore` checks them
+            self.check_resume(pl_module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0
         writer.take_folder(trainer, self.folder)
         if trainer.is_global_zero and isinstance(pl_module, PipelineModule):

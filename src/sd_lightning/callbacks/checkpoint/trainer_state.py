@@ -189,13 +189,13 @@ def _places(saved: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     yield from ((key, saved.get(key), dict) for key in mappings)
     yield from ((key, saved.get(key), list) for key in _LISTS)
     yield "train_seconds", saved.get("train_seconds"), float | int
-    yield "data", saved.get("data"), dict | None
-    yield "loss", saved.get("loss"), float | int | None
+    yield "data", saved.get("data", ""), dict | None
+    yield "loss", saved.get("loss", ""), float | int | None
     yield from ((f"optimizers[{n}]", name, str) for n, name in enumerate(saved["optimizers"]))
     known = {each.name for each in fields(RunPosition)}
     for key in known | saved["position"].keys():
         kind = int | None if key == "seed" else int
-        yield f"position.{key}", saved["position"].get(key) if key in known else "", kind
+        yield f"position.{key}", saved["position"].get(key, "") if key in known else "", kind
     for name, entry in saved["parameters"].items():
         place = f"parameters.{name}"
         yield place, entry, dict

@@ -74,6 +74,13 @@ class TarMember(io.RawIOBase):
         self._position += count
         return count
 
+    def readall(self) -> bytes:
+        data = bytearray(max(0, self._size - self._position))
+        view = memoryview(data)
+        while count := self.readinto(view):  # one call reads at most 2 GiB
+            view = view[count:]
+        return bytes(data)
+
     def close(self) -> None:
         self._tar.close()
         super().close()
@@ -338,7 +345,8 @@ def _parsed(data: bytes) -> dict[str, Any]:
 def _find_tars(root: str) -> tuple[str, list[str]]:
     """Return the folder that keys are relative to, and the paths of the tars in order."""
     if os.path.isdir(root):
-        found = files_below(root, (".tar", *_PACKED))  # packed ones are refused when they are opened
+        found = files_below(root, (".tar", *_PACKED))
+        found = sorted(found, key=lambda path: not path.endswith(_PACKED))  # these are refused when they are opened
         if not found:
             raise UsageError(
                 f"WebDatasetTars: {root!r} holds no .tar file; expected tars of images; write "

@@ -231,14 +231,24 @@ class StoreFile:
 
     @cached_property
     def checks(self) -> np.ndarray:
-        """(R,) int64: the check sum of each row."""
+        """(R,) int64: the check sum of each row.
+
+        Raises:
+            UsageError: The file has none.
+        """
+        if CHECKS not in self.columns:
+            raise UsageError(
+                f"the latent store's file {self.name} has no check sums; expected a file that this version of "
+                "sd_lightning wrote; run precompute into a new store"
+            )
         return self.read(CHECKS).numpy()
 
     def broken(self, reason: str) -> UsageError:
         """Return the error for a file that is not what was written."""
         return UsageError(
             f"the latent store's file {self.name} is truncated or altered ({reason}); delete it with "
-            "python -m sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again"
+            "python -m sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again (text "
+            "embeddings: with text=true)"
         )
 
     def is_whole(self, path: Path) -> bool:

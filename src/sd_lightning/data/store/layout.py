@@ -197,14 +197,13 @@ class Generation:
         """
         try:
             fields: dict[str, Any] = parse_json(text)
+            written = fields.pop("format")
+            if isinstance(written, int) and written < _FORMAT:  # such lists have no seal
+                raise _other_format(where, written)
             if not is_sealed(text.encode() if isinstance(text, str) else text, fields.pop("seal")):
                 raise ValueError(ALTERED)
-            written = fields.pop("format")
             if written != _FORMAT:
-                raise UsageError(
-                    f"{where} is a list of samples of format {written}, which another version of sd_lightning wrote; "
-                    f"expected format {_FORMAT}; install that version"
-                )
+                raise _other_format(where, written)
             if not fields["splits"].keys() <= SPLITS:  # they become names of folders
                 raise ValueError("it has other splits than train and val")
             splits = {split: [SampleEntry(**each) for each in entries] for split, entries in fields["splits"].items()}
@@ -217,6 +216,13 @@ class Generation:
                 "wrote; put back a copy of that file, or run python -m sd_lightning.precompute verify store=<store>, "
                 "which tells whether there is another list to use instead"
             ) from error
+
+
+def _other_format(where: str, written: Any) -> UsageError:
+    return UsageError(
+        f"{where} is a list of samples of format {written}, which another version of sd_lightning wrote; expected "
+        f"format {_FORMAT}; install that version, or run precompute into a new store"
+    )
 
 
 class LatentStore:

@@ -58,17 +58,23 @@ def said_once() -> Iterator[None]:
         if _is_new(category, str(message)):
             show(message, category, *where, **more)
 
-    for handler in (*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers):
+    handlers = (*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers)
+    filtered = [handler for handler in handlers if _is_unsaid not in handler.filters]  # none within another said_once
+    for handler in filtered:
         handler.addFilter(_is_unsaid)
-    with warnings.catch_warnings():
-        if show.__name__ != show_once.__name__:  # not within another said_once
-            warnings.showwarning = show_once
-        yield
+    try:
+        with warnings.catch_warnings():
+            if show.__name__ != show_once.__name__:
+                warnings.showwarning = show_once
+            yield
+    finally:
+        for handler in filtered:
+            handler.removeFilter(_is_unsaid)
 
 
 def _is_unsaid(record: logging.LogRecord) -> bool:
     """Drop messages of diffusers that have been shown before; all handlers of a record decide alike."""
-    if record.name.startswith("diffusers.") and not hasattr(record, "is_new"):
+    if record.name.partition(".")[0] == "diffusers" and not hasattr(record, "is_new"):
         record.is_new = _is_new(record.name, record.getMessage())
     return getattr(record, "is_new", True)
 

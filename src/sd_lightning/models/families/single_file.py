@@ -221,7 +221,7 @@ def _unet_naming(names: Sequence[str]) -> Callable[[str], str | None]:
     counts = Counter((side, block) for side, block, _ in resnets)
     layers = counts["down_blocks", "0"]
     is_regular = all(count == layers + (side == "up_blocks") for (side, _), count in counts.items())
-    attended = {n[1] for n in split if n[0] == "up_blocks" and n[2] == "attentions"}
+    attended = {n[1] for n in split if n[0] == "up_blocks" and n[2:3] == ["attentions"]}
 
     def rename(module: str) -> str | None:
         match module.split("."):
@@ -229,7 +229,9 @@ def _unet_naming(names: Sequence[str]) -> Callable[[str], str | None]:
                 return ".".join(["middle_block.1", *rest])
             case ["mid_block", "resnets", "0" | "1" as layer, part] if part in _UNET_RESNET:
                 return f"middle_block.{2 * int(layer)}.{_UNET_RESNET[part]}"
-            case ["down_blocks" | "up_blocks" as side, block, kind, layer, *rest] if is_regular:
+            case ["down_blocks" | "up_blocks" as side, block, kind, layer, *rest] if (
+                is_regular and block.isdecimal() and layer.isdecimal()
+            ):
                 half = "input_blocks" if side == "down_blocks" else "output_blocks"
                 first = int(block) * (layers + 1) + (side == "down_blocks")  # input_blocks.0 is conv_in
                 part = ".".join(rest)
@@ -248,7 +250,8 @@ def _unet_naming(names: Sequence[str]) -> Callable[[str], str | None]:
 
 def _vae_naming(names: Sequence[str]) -> Callable[[str], str | None]:
     """Return the renaming of a VAE's modules: decoder blocks count from the largest resolution down."""
-    last = max((int(name.split(".")[2]) for name in names if name.startswith("decoder.up_blocks.")), default=0)
+    numbers = (name.split(".")[2:3] for name in names if name.startswith("decoder.up_blocks."))
+    last = max((int(number) for (number,) in numbers if number.isdecimal()), default=0)
 
     def rename(module: str) -> str | None:
         match module.split("."):
@@ -264,7 +267,9 @@ def _vae_naming(names: Sequence[str]) -> Callable[[str], str | None]:
                 part in _VAE_RESNET
             ):
                 return f"{half}.mid.block_{int(layer) + 1}.{_VAE_RESNET[part]}"
-            case ["encoder" | "decoder" as half, "down_blocks" | "up_blocks" as side, block, kind, layer, part]:
+            case ["encoder" | "decoder" as half, "down_blocks" | "up_blocks" as side, block, kind, layer, part] if (
+                block.isdecimal()
+            ):
                 place = f"{half}.down.{block}" if side == "down_blocks" else f"{half}.up.{last - int(block)}"
                 if kind == "resnets" and part in _VAE_RESNET:
                     return f"{place}.block.{layer}.{_VAE_RESNET[part]}"

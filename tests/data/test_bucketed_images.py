@@ -178,7 +178,7 @@ def test_a_checkpoint_knows_the_buckets_of_its_order() -> None:
     ("options", "told"),
     [
         ({"cache_latents": True}, "data.enable_bucket=true with data.cache_latents=true: .*write data.cache_latents=f"),
-        ({"source": type("Pairs", (Shapes,), {"together": 2})(26)}, "groups of 2, .*write data.enable_bucket=false"),
+        ({"source": type("Pairs", (Shapes,), {"group_size": 2})(26)}, "groups of 2, .*write data.enable_bucket=false"),
     ],
 )
 def test_what_has_one_shape_only_goes_without_buckets(options: dict[str, Any], told: str) -> None:

@@ -499,7 +499,6 @@ def test_overwrite_deletes_what_a_run_left_and_nothing_else(folder: Path, tmp_pa
     shutil.copytree(folder / "run", run_dir)
     (run_dir / "photos").mkdir()
     (run_dir / "photos/me.jpg").touch()
-    (run_dir / ".sd_lightning").unlink()  # as an earlier release left it
     folder_of_run = RunFolder(run_dir)
     folder_of_run.open(overwrite=False)
     assert set(os.listdir(run_dir)) - {".lock"} == {*os.listdir(folder / "run"), "photos"}

@@ -392,6 +392,7 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
             empty["position"] = vars(RunPosition(1, 8, 0, 1, 8, 16, 0, order_version=2))
             empty |= {"format": 2, "train_seconds": 0.0, "data": None, "loss": None}
             (tmp / "trainer.json").write_text(json.dumps(empty))
+        runs.mark(tmp_path / name)
     before = sorted(Path().rglob("*"))
     monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])
     with pytest.raises(SystemExit, match="2"):

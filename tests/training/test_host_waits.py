@@ -39,10 +39,11 @@ def test_one_process_waits_only_to_log_and_to_save(tmp_path: Path, scaled: bool)
 
 @pytest.mark.slow
 def test_gemini_waits_only_to_log_and_to_save_unless_the_host_steps_chunks(tmp_path: Path) -> None:
-    """Though the first step also looks for weights that a forward pass writes."""
+    """But in the first step, which looks for weights that a forward pass writes."""
     ours = job(tmp_path / "ours", "gemini", scaled=True)
-    assert quiet(run(ours)) == {}
-    assert quiet(run(job(tmp_path / "collectives", "gemini", scaled=True, with_collectives=True))) == {}
+    assert quiet(run(ours), first=2) == {}
+    collectives = job(tmp_path / "collectives", "gemini", scaled=True, with_collectives=True)
+    assert quiet(run(collectives), first=2) == {}
     offloaded = job(tmp_path / "offloaded", "gemini", settings={"offload_optim_frac": 0.5}, steps=2)
     assert all(run(offloaded)[:1]), "the host must know the factor of clipping"
 
@@ -55,7 +56,7 @@ def test_two_processes_wait_only_to_log_and_to_save(tmp_path: Path) -> None:
         "gemini": job(tmp_path / "gemini", "gemini", devices=2, trainer={"precision": "bf16-mixed"}),
     }
     for found in run_jobs_of_all("host_waits", cases, tmp_path, world_size=2):
-        assert {name: quiet(steps) for name, steps in found.items()} == {"ddp": {}, "gemini": {}}
+        assert quiet(found["ddp"]) == {} == quiet(found["gemini"], first=2)
 
 
 def gradient_of(there: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ class GeminiEngine(ChunkedNetworks):
     def __init__(self, networks: Mapping[str, nn.Module], config: GeminiConfig, **settings: Any) -> None:
         super().__init__(networks, config, **settings)
         self.is_closed = False
+        self.is_restored = False
         """Whether all memory is freed."""
         self.num_moves = 0
         """Number of moves of chunks to other tiers; master tensors returned before a move are stale."""
@@ -148,10 +149,13 @@ class GeminiEngine(ChunkedNetworks):
         """Give every parameter its whole weights in host memory, and end the engine; a collective call.
 
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
+        Restored weights stay as they are.
 
         Raises:
-            UsageError: The engine is closed.
+            UsageError: The engine is closed, and its weights are freed.
         """
+        if self.is_restored:
+            return
         if self.is_closed:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
         self.access.close()
@@ -162,6 +166,7 @@ class GeminiEngine(ChunkedNetworks):
             for parameter in chunk.slots:
                 parameter.data = chunk.part_of(parameter, whole).clone()
             chunk.discard()
+        self.is_restored = True
         self.close()
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def _are_idle(streams: Sequence[Any]) -> bool:
 _MAX_LANDING = 4
 """Pending copies to the host before the host waits for one; as many as reductions."""
 _MAX_WAITING = 2
-"""SavedActivations buffers of one size, all still in use by copies, before the host waits for one of them."""
+"""Kept buffers of one size, all still in use by copies, before the host waits for one of them."""
 
 
 class Arrival:
@@ -201,7 +201,7 @@ class Memory:
         self.on_accelerator = device.type != "cpu"
         self._offload_dir = offload_dir
         self._pinned: dict[int, list[tuple[Tensor, Arrival]]] = {}
-        """SavedActivations host memory by size in bytes, oldest first, with the copies that may still need it."""
+        """Kept host memory by size in bytes, oldest first, with the copies that may still need it."""
         self._landing: deque[tuple[Arrival, Callable[[], None]]] = deque()
         if offload_dir is not None:
             try:

@@ -142,7 +142,7 @@ class ChunkPlan:
     """Bytes of temporarily gathered weights."""
     keeps_gradients: bool = False
     """Whether ``placement=auto`` has room to keep whole gradients from one micro-batch to the next."""
-    spare_bytes: int | None = field(default=None, compare=False)
+    spare_bytes: int | None = field(default=None, compare=False, repr=False)  # each rank has its own
     """Bytes that ``placement=auto`` leaves free beside chunks, activations and the largest unit."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:

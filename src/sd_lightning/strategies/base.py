@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
@@ -238,7 +239,9 @@ def engine_of(strategy: Strategy | str) -> EngineStrategy:
 def is_whole(weight: Tensor) -> bool:
     """Return whether a weight is whole in memory, not sharded by an engine of this or an earlier run."""
     in_parts = any(engine.whole_shape_of(weight) is not None for engine in EngineStrategy.engines)
-    return not in_parts and weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN, expanded
+    return (
+        not in_parts and not isinstance(weight, DTensor) and weight.untyped_storage().nbytes() >= weight.nbytes
+    )  # Gemini leaves one NaN, expanded
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         **settings: Fields of :class:`sd_lightning.gemini.GeminiConfig` by name.
 
     Raises:
-        UsageError: A setting is invalid.
+        UsageError: A setting is unknown or invalid.
     """
 
     counts_bytes = True
@@ -65,6 +66,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     def __init__(self, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
         timeout = timeout_of("GeminiStrategy", timeout_seconds)
+        known = [field.name for field in fields(GeminiConfig)]
+        for name in settings.keys() - set(known):
+            near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
+            raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings)
         self.moves_weights = self.config.placement == "auto"
         self._engine: GeminiEngine | None = None

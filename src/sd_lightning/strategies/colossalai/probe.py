@@ -125,7 +125,10 @@ def check_nvcc() -> Row:
     path = nvcc()
     if path is None:
         return Row("nvcc", False, "not found in the folder of CUDA_HOME", remedy)
-    printed = subprocess.run([path, "-V"], capture_output=True, text=True).stdout
+    try:
+        printed = subprocess.run([path, "-V"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Row("nvcc", False, f"{path} does not run ({error})", remedy)
     release = re.search(r"release (\d+)\.\d+", printed)
     ours = release[0].removeprefix("release ") if release else "unknown"
     same = ours.partition(".")[0] == major

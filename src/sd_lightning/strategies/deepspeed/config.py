@@ -163,13 +163,14 @@ class UserConfig:
     """One line per key that was left out, or had another's name."""
 
     @classmethod
-    def read(cls, source: str | Path | Mapping[str, Any]) -> Self:
+    def read(cls, source: str | Path | Mapping[str, Any], *, who: str | None = None) -> Self:
         """Read a JSON file, or the dictionary itself.
 
         Raises:
             UsageError: The file cannot be read, a key is unknown (names the nearest), or a value cannot work.
         """
-        who = "strategy.config" if isinstance(source, Mapping) else f"strategy.config={source}"
+        if who is None:
+            who = "strategy.config" if isinstance(source, Mapping) else f"strategy.config={source}"
         import_deepspeed(who)
         written = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _parse(Path(source), who)
         warnings = _leave_out_effectless(written, who)
@@ -256,7 +257,7 @@ class UserConfig:
             changes["optimizer"] = {"_target_": target, "_partial_": True, **params}
         for key, (written, value) in wanted.items():
             ours = get(run, key)
-            if ours == value:
+            if ours == value or text(ours) == text(value):  # JSON has lists for tuples
                 continue
             if ours is not None if given is None else key in given:
                 raise self._contradiction(written, f"{key}={text(ours)}")

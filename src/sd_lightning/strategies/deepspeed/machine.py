@@ -85,8 +85,11 @@ def _missing_for_async_io() -> tuple[str, str] | None:
 def _links_with_libaio() -> bool:
     flags = [*os.environ.get("CFLAGS", "").split(), "-xc", "-", *os.environ.get("LDFLAGS", "").split(), "-laio"]
     source = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
-    done = subprocess.run([compiler(), *flags, "-o", os.devnull], input=source, text=True, capture_output=True)
-    return done.returncode == 0
+    command = [shutil.which(compiler(), path=search_path()) or compiler(), *flags, "-o", os.devnull]
+    try:
+        return subprocess.run(command, input=source, text=True, capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def build(extensions: Iterable[Extension]) -> None:

@@ -77,8 +77,8 @@ class DeepSpeedSettings:
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> None:
-        self.user = UserConfig.read({} if config is None else config)
-        self.who = "DeepSpeedStrategy" if config is None else self.user.who
+        self.user = UserConfig.read({}, who="DeepSpeedStrategy") if config is None else UserConfig.read(config)
+        self.who = self.user.who
         for warning in self.user.warnings:
             _warn("%s", warning)
         ours = {name: value for name, value in arguments.items() if name in ARGUMENTS and value is not None}

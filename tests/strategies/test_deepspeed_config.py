@@ -255,6 +255,10 @@ def test_explicit_values_of_the_file_beat_our_defaults() -> None:
     }
 
 
+def test_a_list_of_the_file_equals_the_tuple_that_it_stands_for() -> None:
+    assert "optimizer.betas" not in settle(EXAMPLE, "optimizer.betas", optimizer__betas=(0.9, 0.999))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "theirs"),
     [

@@ -128,18 +128,21 @@ def _errors(network: Any, call: Callable[[Any], Any], pattern: str) -> dict[str,
     from sd_lightning.quantization import Int8, quantize_
     from sd_lightning.quantization.layers import int8_layers, to_float
 
-    weights: dict[str, Any] = {
+    layers = {
         name: layer.weight
         for name, layer in network.named_modules()
-        if type(layer) in (nn.Linear, nn.Conv2d, nn.Embedding) and re.search(pattern, name)
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.Embedding)
     }
+    weights: dict[str, Any] = {name: weight for name, weight in layers.items() if re.search(pattern, name)}
+    exclude = sorted(layers.keys() - weights.keys())
     expected = call(network)
     found: dict[str, float] = {"weights": sum(weight.numel() for weight in weights.values())}
     for kernel in KERNELS:
-        config = Int8(linear=kernel, float_inputs=())  # type: ignore[arg-type]
-        quantize_(network, config, lambda layer, name: name in weights)
+        quantize_(network, Int8(linear=kernel, float_inputs=(), exclude=exclude))  # type: ignore[arg-type]
         found[kernel] = relative_error(call(network), expected)
-        for _, layer in list(int8_layers(network)):
+        quantized = dict(int8_layers(network))
+        assert quantized.keys() == weights.keys(), "a pattern names other layers than those that are in int8"
+        for layer in quantized.values():
             to_float(layer)
         del network.int8_config
         for name, weight in weights.items():

@@ -668,3 +668,22 @@ assert torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1).defaults["
 """
     (tmp_path / "script.py").write_text(_PROGRAM.format(before=before))
     check_stamps("diffusers_peer.py", "script.py", tmp_path)
+
+
+def test_a_group_of_layers_is_in_int8_alone() -> None:
+    import torch
+    from torch import nn
+
+    from cases import int8_layers
+
+    torch.manual_seed(0)
+    network = nn.ModuleDict({"conv_in": nn.Linear(8, 8), "conv_out": nn.Linear(8, 2)})
+    x, weights = torch.randn(4, 8), [each.weight for each in network.values()]
+    with torch.no_grad():
+        errors = {
+            pattern: int8_layers._errors(network, lambda each: each["conv_out"](each["conv_in"](x)), pattern)
+            for pattern in ("^conv_in", "^conv_out", "")
+        }
+    assert [each["weights"] for each in errors.values()] == [64, 16, 80]
+    assert all(0 < each[kernel] < 0.05 for each in errors.values() for kernel in int8_layers.KERNELS)
+    assert all(each.weight is weight for each, weight in zip(network.values(), weights)), "as it was"

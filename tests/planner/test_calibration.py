@@ -1,6 +1,7 @@
 """Calibration: what is measured is kept in a file, and plans are made with it."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,22 @@ def test_collectives_are_measured_between_two_processes() -> None:
     rates, start = found
     assert tuple(rates) == COLLECTIVES and all(1e7 < rate < 1e12 for rate in rates.values())
     assert 1e-6 < start < 1e-1
+
+
+def _one_fails(rank: int, *_: object) -> None:
+    if rank == 1:
+        raise OSError("no link")
+    time.sleep(300)  # waits for the other
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_measure_links", _one_fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    began = time.monotonic()
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="(?s)Process 1 .*no link"):
+        measured_links()
+    assert time.monotonic() - began < 200
 
 
 def test_a_collective_is_timed_among_others_after_the_first_which_connects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +322,10 @@ def _without(*keys: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda written: written.update(format=1), "no calibration: ValueError: format 1 instead of 5; run .* calib"),
+        (
+            lambda written: written.update(format=1),
+            "has format 1, and .* reads format 5; run .* calibrate .* again$",
+        ),
         (_without("speeds", "functions"), "is no calibration: KeyError: 'functions'; run"),
         (_without("speeds", "launch"), "is no calibration: KeyError: 'launch'; run"),
         (

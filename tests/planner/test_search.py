@@ -82,10 +82,17 @@ def test_a_wrong_table_is_refused(values: Any, told: str) -> None:
         device_of(values, "gpu=mine.yaml")
 
 
+def test_strategies_to_compare_must_be_given(tiny: LatentDiffusion) -> None:
+    with pytest.raises(UsageError, match=r"plan got no candidates; .*=candidates\(\)\), with candidates from sd"):
+        plan(tiny, "t4")
+
+
 def test_a_table_of_ones_own_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({**GOOD, "name": "Mine", "memory_gib": 7}))
-    assert load_device(str(file)).name == "Mine"
+    more = {"peak_tflops": {**GOOD["peak_tflops"], "fp8": 900}, "reached": None}
+    file.write_text(yaml.safe_dump({**GOOD, "name": "Mine", "memory_gib": 7, **more}))
+    mine = load_device(str(file))
+    assert mine.name == "Mine" and mine.reached == {} and Speeds.of(mine).flops["matmul", "tf32"].best > 0
     file.write_text("a: [")
     with pytest.raises(UsageError, match=r"gpu=.*mine.yaml: .* is not YAML: .*; mend the file"):
         load_device(str(file))

@@ -52,6 +52,11 @@ def test_the_page_leads_with_the_best_and_shows_every_chart(data: dict[str, Any]
     assert '<p class="value">1.55 x</p><p>images per second: two against one</p>' in text
     assert '<p class="value">0.50 x</p><p>peak memory: two against one</p>' in text
     assert re.search(r'<p class="value">\$ 2\.24</p><p>for a million images: one</p>', text)
+    assert titles(page) == [
+        *("Settings that differ", "Speed", "Throughput", "Throughput by step", "Scaling", "Scaling", "Memory"),
+        *("Peak memory", "Cost", "Cost", "Loss", "Loss by step, smoothed", "Loss by images seen, smoothed"),
+        *("All numbers", "Where the numbers are from"),
+    ]
     assert "ddp, 64 in all <b>1.55 x on 2 (78 %)</b>" in text
 
 

@@ -15,6 +15,7 @@ from sd_lightning.apps import plan
 from sd_lightning.planner import alternatives
 from sd_lightning.planner.devices import load_device
 from sd_lightning.report import write_report
+from sd_lightning.report.plan import write_plan_page
 
 TINY = ("model=tiny", "optimizer.fused=false", "gpus=2", "price=0.5", "data.batch_size=64", "images=1e9")
 
@@ -66,6 +67,25 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
     for name, kinds in always.items():
         assert (name in named) == any(any(given.get(kind, ())) for kind in kinds), "named is what is there"
     assert "assumed, from the data sheet" in page and "<td>price</td><td>given</td>" in page
+
+
+def test_a_strategy_of_ones_own_has_its_points_and_a_key(tmp_path: Path, data: Any) -> None:
+    own = [{**each, "name": "alone"} for each in data["considered"][:5]]
+    ours = [{**own[0], "name": "ddp"}]
+    for considered, families in ((own, ["others"]), (own + ours, ["single and ddp", "others"])):
+        page = write_plan_page(tmp_path / "plan.html", {**data, "considered": considered}).read_text(encoding="utf-8")
+        card = page[page.index("<h3>Speed against memory") :]
+        assert re.findall('class="key".*?>(.*?) <b>', card[: card.index("</figure>")]) == families
+        assert "var(--area-8)" in card[: card.index("</figure>")]
+
+
+def test_gpus_without_a_price_are_sorted_by_speed(tmp_path: Path, data: Any) -> None:
+    gpus = [{**each, "dollars_per_million": None} for each in data["gpus"]]
+    gpus.append({**gpus[0], "gpu": "the cheap one", "dollars_per_million": 3.0})
+    page = write_plan_page(tmp_path / "plan.html", {**data, "gpus": gpus}).read_text(encoding="utf-8")
+    fastest = sorted(gpus[:-1], key=lambda each: -each["images_per_second"])
+    places = [page.index(f"<td>{each['count']} x {each['gpu']}</td>") for each in (gpus[-1], *fastest)]
+    assert places == sorted(places)
 
 
 def test_other_gpus_have_their_fastest_plans(data: Any) -> None:

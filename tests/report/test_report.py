@@ -188,6 +188,7 @@ def test_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert all(load.startswith(("data:image/", "#")) for load in page.loads)
     assert not re.search(r"url\((?!#)", page.source)
     assert "Not logged" not in page.text
+    assert "loss of the last step, not smoothed" in page.text and "training, smoothed" in page.text
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -299,7 +300,7 @@ def test_report_leads_with_the_key_numbers(tmp_path: Path) -> None:
 def test_charts_take_their_colours_from_the_page_and_share_no_definitions(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, {}, full_metrics(), ""))
     charts = re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL)
-    assert len(charts) == 2 * 5
+    assert [re.findall('class="(.*?)"', chart)[0] for chart in charts] == 5 * ["at-wide", "at-narrow"]
     defined: set[str] = set()
     for chart in charts:
         assert not re.search(r"#[0-9a-f]{6}\b", chart), "a fixed colour is unreadable on one of the two grounds"

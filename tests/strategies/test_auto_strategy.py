@@ -150,6 +150,20 @@ def test_less_memory_makes_another_choice(tmp_path: Path) -> None:
     assert type(ample) is not type(tight)
 
 
+def test_if_nothing_fits_the_devices_and_strategy_that_would_are_named(tmp_path: Path) -> None:
+    class Wide(Bert):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = torch.nn.Linear(3000, 3000)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + self.wide(torch.zeros(3000, device=tokens.device)).mean()
+
+    chosen = [each for each in presets.candidates() if each.strategy in ("single", "fsdp") and not each.settings]
+    with pytest.raises(UsageError, match=r"what may help: devices=4, with fsdp; a batch below 2 per process"):
+        fit(AutoStrategy(gpu(0.74), candidates=chosen), Wide(), tmp_path)
+
+
 def test_what_cannot_be_planned_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="got Boring without example_input_array; expected a tensor.*set it in __init"):
         fit(AutoStrategy(gpu(24)), jobs.Boring(), tmp_path)

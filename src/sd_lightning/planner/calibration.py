@@ -117,7 +117,9 @@ def load(file: Path) -> Calibration:
     try:
         values = read_json(file)
         if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']} instead of {FORMAT}")
+            raise UsageError(
+                f"gpu={file}: has format {values['format']}, and this version reads format {FORMAT}; {again} again"
+            )
         speeds = {each.name: values["speeds"][each.name] for each in fields(Speeds)}
         speeds |= {name: _curve(speeds[name]) for name in ("bandwidth", "functions")}
         flops = {tuple(key.split("/")): _curve(curve) for key, curve in speeds["flops"].items()}

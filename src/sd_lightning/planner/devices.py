@@ -152,8 +152,8 @@ def device_of(values: Any, who: str) -> Device:
     missing = [name for name in required if name not in values]
     if missing:
         raise UsageError(f"{who}: {missing[0]} is missing; copy it from a table of conf/devices")
-    peaks, reached = values["peak_tflops"], values.get("reached", {})
-    if not isinstance(peaks, dict) or set(peaks) != set(DTYPES):
+    peaks, reached = values["peak_tflops"], values.get("reached") or {}
+    if not isinstance(peaks, dict) or not set(DTYPES) <= set(peaks):
         raise UsageError(f"{who}: peak_tflops={peaks}; expected a number for each of {', '.join(DTYPES)}")
     if not isinstance(reached, dict) or not set(reached) <= set(DTYPES):
         raise UsageError(f"{who}: reached={reached}; expected parts of the peak for {', '.join(DTYPES)}")
@@ -162,7 +162,7 @@ def device_of(values: Any, who: str) -> Device:
     for key, value in (numbers | {f"reached.{dtype}": part for dtype, part in reached.items()}).items():
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UsageError(f"{who}: {key}={value}; expected a number above 0")
-    return Device(**values)
+    return Device(**values | {"reached": reached})
 
 
 def host_bytes() -> int:

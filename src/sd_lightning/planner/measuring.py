@@ -5,21 +5,22 @@ Operations are those of denoisers, forward and backward, from the size of a smal
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -412,12 +413,14 @@ def measured_links() -> tuple[dict[str, float], float] | None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 2
     if count < 2:
         return None
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(count, get_context("spawn")) as processes:
+    with tempfile.TemporaryDirectory() as folder:
         threads = max(torch.get_num_threads() // count, 1)
-        return list(processes.map(partial(_links_of_rank, count, folder, threads), range(count)))[0]
+        mp.spawn(_measure_links, (count, folder, threads), nprocs=count)  # ends all of them if one fails
+        rates, start = json.loads(Path(folder, "links").read_text())
+        return rates, start
 
 
-def _links_of_rank(world_size: int, folder: str, threads: int, rank: int) -> tuple[dict[str, float], float]:
+def _measure_links(rank: int, world_size: int, folder: str, threads: int) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, whose new names torch 2.11 lacks
     on_cuda = torch.cuda.is_available()
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -427,8 +430,9 @@ def _links_of_rank(world_size: int, folder: str, threads: int, rank: int) -> tup
     if on_cuda:
         torch.cuda.set_device(rank)
     links = links_in_group(torch.device("cuda", rank) if on_cuda else torch.device("cpu"))
+    if rank == 0:
+        Path(folder, "links").write_text(json.dumps(links))
     dist.destroy_process_group()
-    return links
 
 
 def links_in_group(device: torch.device) -> tuple[dict[str, float], float]:

@@ -363,6 +363,7 @@ def plan(
     device: str | Device,
     num_devices: int = 1,
     *,
+    candidates: Sequence[Candidate] = (),
     run: TrainingRun | None = None,
     host_memory: int | None = None,
     **options: Any,
@@ -374,15 +375,22 @@ def plan(
         device: Name of a table in ``conf/devices``, path of a YAML file like these or of a calibration, or
             the figures themselves.
         num_devices: GPUs.
+        candidates: Strategies to compare, the simplest first: ``sd_lightning.strategies.presets.candidates()`` are all.
         run: Settings of the run; training of all weights at the model's own resolution if not given.
         host_memory: Bytes per GPU; what the device's table assumes if not given.
-        **options: Of :class:`Search`, with ``candidates``.
+        **options: Of :class:`Search`.
 
     Raises:
-        UsageError: The device is unknown, or an option is invalid.
+        UsageError: There are no candidates, the device is unknown, or an option is invalid.
     """
+    if not candidates:
+        raise UsageError(
+            "plan got no candidates; expected the strategies to compare; write plan(…, candidates=candidates()), with "
+            "candidates from sd_lightning.strategies.presets"
+        )
     if isinstance(device, str):
         device, speeds = hardware(device)
         options = {"speeds": speeds, **options}
     cluster = Cluster(device, num_devices, host_memory)
-    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options).plans()
+    run = run or TrainingRun(1, model.resolution)
+    return Search(model, run, cluster, candidates, **options).plans()

@@ -49,6 +49,8 @@ _TIMES = {
 }
 _FAMILIES = (("single", "ddp"), ("gemini",), ("fsdp",), ("deepspeed", "colossalai"))
 """Beginnings of the names of strategies with one colour."""
+_OTHERS = ("others",)
+"""Strategies of users' own, in the colour after those of the families."""
 
 Data = Mapping[str, Any]
 """What ``plan.json`` holds; ``sd_lightning.apps.plan_output`` makes it."""
@@ -204,11 +206,11 @@ def _time_card(data: Data) -> str:
 
 
 def _frontier_card(plans: Sequence[Data]) -> str:
-    points = {
-        names: [(p["device_peak"] / _GB, p["images_per_second"]) for p in plans if p["name"].startswith(names)]
-        for names in _FAMILIES
-    }
-    inks = dict(zip(_FAMILIES, list(AREAS)[::2]))
+    points: dict[tuple[str, ...], list[tuple[float, float]]] = {names: [] for names in (*_FAMILIES, _OTHERS)}
+    for plan in plans:
+        family = next((names for names in _FAMILIES if plan["name"].startswith(names)), _OTHERS)
+        points[family].append((plan["device_peak"] / _GB, plan["images_per_second"]))
+    inks = dict(zip(points, [*list(AREAS)[::2], "--area-8"]))
     frontier: list[tuple[float, float]] = []
     for memory, speed in sorted(itertools.chain(*points.values()), key=lambda point: (point[0], -point[1])):
         if not frontier or speed > frontier[-1][1]:
@@ -242,7 +244,7 @@ def _gpu_table(gpus: Sequence[Data]) -> str:
             number(each["images_per_second"]),
             *("—" if each[key] is None else f"{each[key]:,.2f}" for key in ("price", "dollars_per_million")),
         )
-        for each in sorted(gpus, key=lambda each: each["dollars_per_million"] or math.inf)
+        for each in sorted(gpus, key=lambda each: (each["dollars_per_million"] or math.inf, -each["images_per_second"]))
     ]
     return rows(("GPUs", "strategy", "images per second", "$ per GPU-hour", "$ per million images"), lines)
 

@@ -30,6 +30,8 @@ from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.predicted import Predicted, predicted
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
+_COUNTS = (2, 4, 8)
+"""Devices of a machine that are tried if nothing fits."""
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -93,7 +95,7 @@ class AutoStrategy(DDPStrategy):
         with isolate_rng():  # a traced step may draw random numbers
             planned = predicted(trainer, model, self._run)
             search = self._search(planned)
-            choice = PlanChoice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(planned.run))
+            choice = PlanChoice.of(search, "AutoStrategy" + planned.how, lambda _: _remedy(search))
         plan = self._become(trainer, model, planned, choice.plans)
         for line in replace(choice, plan=plan).lines():
             rank_zero_info(line)
@@ -182,7 +184,14 @@ class _SameChoice(Callback):
             )
 
 
-def _remedy(run: TrainingRun) -> str:
+def _remedy(search: Search) -> str:
     """Return what would make a plan fit, in Python's words."""
-    helps = f"more devices, a batch below {run.batch_size} per process, or recomputed activations"
-    return f"what may help: {helps}" + (", or precision=bf16-mixed" if run.precision == "32-true" else "")
+    helps = [f"a batch below {search.run.batch_size} per process, or recomputed activations"]
+    helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
+    for count in _COUNTS:
+        if count > search.cluster.count:
+            plan = search.with_changes(search.run, replace(search.cluster, count=count)).smallest_that_fits()
+            if plan is not None:
+                helps.insert(0, f"devices={count}, with {plan.candidate.name}")
+                break
+    return f"what may help: {'; '.join(helps)}"

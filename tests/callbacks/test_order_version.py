@@ -25,7 +25,8 @@ def test_a_checkpoint_of_another_order_is_refused(
         small.train(tmp_path / "again", 2, resume=path)
 
 
-def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text('{"format": 3}')
-    with pytest.raises(UsageError, match="checkpoint format 3; expected 2; update sd-lightning"):
+@pytest.mark.parametrize(("version", "remedy"), [(1, "start from its pipeline with init_from="), (3, "update sd-")])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, version: int, remedy: str) -> None:
+    (tmp_path / "trainer.json").write_text(f'{{"format": {version}}}')
+    with pytest.raises(UsageError, match=f"checkpoint format {version}; expected 2; {remedy}"):
         trainer_state.read_trainer_state(tmp_path)

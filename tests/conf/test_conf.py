@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -33,6 +34,7 @@ CONFIGS = {
     "conf/model/large.yaml": "{_target_: conf_things.Model, channels: '???'}",
     "conf/data/digits.yaml": "{_target_: conf_things.digits_data, batch_size: 64}",
     "conf/data/images.yaml": "{_target_: conf_things.digits_data, batch_size: 8, root: '${oc.env:IMAGE_ROOT}'}",
+    "user/unclosed.yaml": "{defaults: [train, _self_], name: '${foo'}",
     "user/mine.yaml": "{defaults: [train, _self_], seed: 7}",
     "user/experiment/quick.yaml": "# @package _global_\nseed: 9",
     "user/experiment/generate_quick.yaml": "# @package _global_\nseed: 9",
@@ -106,14 +108,22 @@ MISTAKES = [
     ("+sed=1", "+sed=1: there is no key 'sed'; write seed=1"),
     ("++sed=1", "++sed=1: there is no key 'sed'; write seed=1"),
     ("+seed=1", "An item is already at 'seed'. Either remove + prefix: 'seed=1'"),
-    ("~sed", "Could not delete from config. 'sed' does not exist."),
+    ("~sed", "~sed: there is no key 'sed'; the nearest is seed"),
     ("model=foo", "model=foo: there is no such option; available: large, tiny"),
     ("model=tny", "model=tny: there is no such option; available: large, tiny; write model=tiny"),
     ("model@other=tiny", "To append to your default list use +model@other=tiny"),
     ("model=3", "model=3: model is a group of configs; available: large, tiny; write model=large"),
     ("data.batch_size", "'data.batch_size' is no setting: write key=value, e.g. data.batch_size=<value>"),
     ("lr=[1,", "cannot read 'lr=[1,'; expected key=value, with special characters quoted"),
-    ("seed=1,2", "Ambiguous value for argument 'seed=1,2' 1. To use it as a list, use key=[value1,value2]"),
+    ("seed=1,2", "seed=1,2: a bare comma is ambiguous; write 'seed=[1,2]' for a list, or add -m to run once per value"),
+    (
+        "model=tiny,large",
+        "model=tiny,large: a bare comma is ambiguous; write 'model=[tiny,large]' for a list, or add",
+    ),
+    ("hydra.job.name=foo seed=1,2", "error: seed=1,2: a bare comma is ambiguous"),
+    ("hydra.job.nmae=foo", "Could not override 'hydra.job.nmae'. To append to your config use +hydra.job.nmae=foo"),
+    ("model=[tiny] model.lr=3 seed=1,2", "error: seed=1,2: a bare comma is ambiguous"),
+    ("+model.channels.x=1", "Error merging override +model.channels.x=1 Index 'x' (str) is not an int"),
     ("data.batch_size=hello", "data.batch_size=hello: expected int; write data.batch_size=64"),
     ("data.batch_size=6.5", "data.batch_size=6.5: expected int; write data.batch_size=64"),
     ("data.batch_size=true", "data.batch_size=true: expected int; write data.batch_size=64"),
@@ -130,13 +140,24 @@ MISTAKES = [
     ("~model.channels", "model: Model needs channels; give it: +model.channels=<value>"),
     ("model=large", "model.channels has no value and no default; give one: model.channels=<value>"),
     ("model.lr=${lrr}", "model.lr=${lrr}: Interpolation key 'lrr' not found; give model.lr=<value>"),
+    (
+        "model.channels=['${nope}']",
+        "model.channels.0=${nope}: Interpolation key 'nope' not found; give model.",
+    ),
+    ("model.lr=${lr} lr=${seed} seed=???", "error: seed has no value and no default; give one: seed=<value>"),
+    (
+        "~lr",
+        "model.lr=${lr}: Interpolation key 'lr' not found; do not take lr out: give lr=<value>, or model.lr=",
+    ),
     ("data=images", """Environment variable 'IMAGE_ROOT' not found"; give data.root=<value>"""),
     ("lr=???", "lr has no value and no default; give one: lr=<value>"),
     ("model._target_=conf_things.Modle", "conf_things has no 'Modle'; the nearest is conf_things.Model"),
     ("model._target_=conf_things.number", "expected a class or function, got a int"),
     ("model._target_=not_there.X", "model._target_=not_there.X: package 'not_there' is not installed"),
-    ("-cn=trian", "Cannot find primary config 'trian'"),
+    ("-cn=trian", "available: generate, torn, train; write -cn train"),
     ("-cn=torn", "a config file is no valid YAML: while parsing a flow sequence in"),
+    ("-cd=user -cn=unclosed", "command line: no viable alternative at input '${foo'; see --help"),
+    ('seed="${foo"', """override seed="${foo" no viable alternative at input '${foo'; see --help"""),
     ("-cd=nowhere", "nowhere' not found"),
     ("--bogus", "command line: unrecognized arguments: --bogus; write settings as key=value"),
     ("--seed=3", "command line: unrecognized arguments: --seed=3; write seed=3, put options such as"),
@@ -150,7 +171,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     run: Callable[..., list[Any]], capfd: pytest.CaptureFixture[str], argument: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        run(argument, task=lambda cfg: pytest.fail("the task ran"))
+        run(*re.split(r" (?=[-a-z.]+=)", argument), task=lambda cfg: pytest.fail("the task ran"))
     out, err = capfd.readouterr()
     assert end.value.code == 2
     assert message in err

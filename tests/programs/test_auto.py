@@ -197,6 +197,7 @@ def test_auto_without_a_known_machine_says_how_to_measure_it(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = compose("train", "strategy=auto")
-    with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate"):
-        planning.choose_plan(RunSpec.of(cfg))
+    for options in (["strategy=auto"], ["data.batch_size=auto", "data=images", "data.train_data_dir=nowhere"]):
+        cfg = compose("train", *options)
+        with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate"):
+            planning.choose_plan(RunSpec.of(cfg))

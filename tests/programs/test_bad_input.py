@@ -163,6 +163,9 @@ then train
 $ generate run=run prompts=[a] seed=-1
 error: seed=-1 … expected a whole number from 0 … seed=0
 then generate run=run prompts=[a] seed=0
+$ generate run=run prompts=[a,b] seed=9223372036854775807
+error: seed=9223372036854775807 … expected a whole number from 0 to 2**63 - 2
+then generate run=run prompts=[a,b] seed=0
 # what a constructor raises
 $ train +optimizer.foreach=true
 error: optimizer: … `fused` and `foreach` … leave out optimizer.foreach
@@ -236,6 +239,12 @@ then train data=images data.train_data_dir=few data.num_val_samples=null
 $ train output_dir=run
 error: output_dir=run already holds a run … resume=auto … overwrite=true
 then train output_dir=run resume=auto
+$ train output_dir=run overwrite=true init_from=run
+error: init_from=run is output_dir=run … expected two folders apart … write output_dir=run-2
+then train overwrite=true init_from=run output_dir=run-2
+$ train output_dir=
+error: output_dir=: it is empty … expected a folder … write output_dir=runs/new
+then train output_dir=runs/new
 $ train output_dir=file/run
 error: output_dir=file/run … cannot be written … choose another output_dir
 then train output_dir=new
@@ -268,6 +277,14 @@ model.pretrained=good class_data_dir=run/class with_prior_preservation=true clas
 error: class_data_dir=run/class lies in output_dir=run … write output_dir=run-2
 then dreambooth instance_data_dir=few instance_prompt=x overwrite=true model=tiny model.pretrained=good \
 class_data_dir=run/class with_prior_preservation=true class_prompt=y output_dir=run-2
+$ dreambooth instance_data_dir=few instance_prompt=x model=tiny model.pretrained=good class_data_dir= \
+with_prior_preservation=true class_prompt=y
+error: class_data_dir= without a value … leave class_data_dir out
+then dreambooth instance_data_dir=few instance_prompt=x model=tiny model.pretrained=good \
+with_prior_preservation=true class_prompt=y
+$ train output_dir=/ resume=nowhere
+error: output_dir=/: it is the root folder
+then train output_dir=runs/new
 $ train resume=nowhere
 error: resume=nowhere … no such folder … expected auto, a run or one of its checkpoints
 then train resume=run

@@ -116,6 +116,10 @@ def test_many_settings_are_cut_and_counted(tmp_path: Path) -> None:
     text = text_of(one, other)
     assert text.count("  trainer.key") == 15 and "  and 5 more; output=compare.json holds all" in text
     assert "  trainer.key3   3 (one)   99 (other)" in text
+    names = [letter * 50 for letter in "abc"]
+    runs = [make_run(tmp_path / n, config=config(trainer={"key": i}), summary=facts()) for i, n in enumerate(names)]
+    shown = [line.split() for line in text_of(*runs).splitlines() if line.endswith(")")]
+    assert shown == [["trainer.key", "0", f"({names[0]})"], *([str(i), f"({names[i]})"] for i in (1, 2))]
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (REPO / "conf/strategy").glob("*.yaml")))
@@ -312,7 +316,7 @@ REFUSED = {
     "runs/one runs/xyz": ("runs/xyz, which does not exist", "runs that exist are runs/binary, runs/csv, "),
     "runs/one ''": ("an empty path",),
     "runs/one photos": ("photos, which is no run", "give the output_dir of a training"),
-    "runs/one runs": ("runs, which is no run", "write runs/binary"),
+    "runs/one runs": ("runs, which is no run", "write runs/binary runs/csv runs/"),
     "runs/one runs/one/logs": ("runs/one/logs, which is no run", "write ", "runs/one"),
     "runs/one runs/one/summary.json": ("summary.json, which is no run", "write runs/one"),
     "runs/one link": ("compare got runs/one and link, which are the same run",),

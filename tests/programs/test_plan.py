@@ -192,6 +192,7 @@ def test_what_does_not_fit_is_told_with_what_would(
             ["strategy=gemini_auto"],
             "nothing can be predicted: gemini_auto chooses what it offloads by measuring a step",
         ),
+        (["gpu=a10000", "model.pretrained=nowhere"], "gpu=a10000: no such GPU; the nearest are a100-80gb"),
         (["gpu=null"], "has no table for this machine.*calibrate here, .*; or write gpu=<name>, one of a100-40gb"),
     ],
 )
@@ -206,7 +207,10 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["calibrat"], "error: 'calibrat' is no setting: write key=value, "),
+        (
+            ["calibrat"],
+            "plan got 'calibrat'; expected an action (plan, calibrate) or settings as key=value; write plan calibrate",
+        ),
         (["calibrate", "gpu=a100", "plan"], "error: plan got action= twice, as words or as settings; write it once"),
     ],
 )

@@ -14,10 +14,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sd_lightning._conf.annotations import MISSING, as_override, describe, example, fits, our_value
 from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 SPECIAL_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_args_"})
 EXTRA_OF_PACKAGE = {"datasets": "datasets", "deepspeed": "deepspeed", "ray": "ray", "wandb": "loggers"}
@@ -57,13 +60,7 @@ def check(
         try:
             resolved = OmegaConf.to_container(node, resolve=True)
         except OmegaConfBaseException as error:
-            values = dict(leaves(written, path))
-            text = f"{error.full_key}={values.get(str(error.full_key))}"
-            absent = [key for key, value in values.items() if value == MISSING and f"${{{key}}}" in text]
-            if absent:
-                raise UsageError(_no_value(absent[0])) from error
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"{text}: {reason}; give {error.full_key}=<value>") from error
+            raise UsageError(_unresolved(error, dict(leaves(written, path)), default_at)) from error
     checker = _Checker(reserved or {}, hints or {}, default_at, dict(leaves(written, path)))
     checker.check_node(resolved, path)
     checker.check_finite(resolved, path)
@@ -130,6 +127,20 @@ def _import_problem(target: str, error: BaseException) -> str:
         remedy = f"install it with: pip install 'sd-lightning[{extra}]'" if extra else "install it, or correct the name"
         return f"package {package!r} is not installed; {remedy}"
     return f"importing it failed: {error}"
+
+
+def _unresolved(error: OmegaConfBaseException, written: Mapping[str, Any], default_at: Callable[[str], Any]) -> str:
+    """Say why an interpolation has no value: its source has none, was taken out, or does not exist."""
+    reason = str(error).splitlines()[0]
+    missing = re.search(r"Missing mandatory value: (\S+)", reason)
+    if missing:
+        return _no_value(missing[1])
+    key = re.sub(r"\[(\w+)\]", r".\1", str(error.full_key))  # of an element of a list
+    absent = re.search(r"Interpolation key '(.+?)' not found", reason)
+    remedy = f"give {key}=<value>"
+    if absent and default_at(absent[1]) is not None:
+        remedy = f"do not take {absent[1]} out: give {absent[1]}=<value>, or {key}=<value> too"
+    return f"{key}={written.get(key)}: {reason}; {remedy}"
 
 
 def _no_value(key: str) -> str:

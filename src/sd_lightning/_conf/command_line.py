@@ -85,7 +85,7 @@ class CommandLine:
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
         """Composed configuration with the user's group choices, but without the user's values."""
-        matches = (re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", each) for each in self.overrides)
+        matches = (re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=([\w/-]+|\[[\w/, -]+\])", each) for each in self.overrides)
         choices = [chosen[0] for chosen in matches if chosen and self.is_group(chosen[1])]
         for overrides in (choices, []) if choices else ([],):
             try:
@@ -206,11 +206,18 @@ def with_words_as_settings(program: Program, arguments: Sequence[str]) -> list[s
 
 
 def check_words(program: Program, overrides: Sequence[str]) -> None:
-    """Check that a setting that words may stand for is given once.
+    """Check the words of a command line, and that a setting that they may stand for is given once.
 
     Raises:
-        UsageError: It is given twice.
+        UsageError: A word is nearly the name of an action, or a setting is given twice.
     """
+    for word in (each for each in overrides if each.isalpha()):
+        near = difflib.get_close_matches(word, program.actions, n=1)
+        if near:
+            raise UsageError(
+                f"{program.name} got {word!r}; expected an action ({', '.join(program.actions)}) or settings as "
+                f"key=value; write {program.name} {near[0]}"
+            )
     for key in (program.words, "action"):
         if sum(each.startswith(f"{key}=") for each in overrides) > 1:
             raise UsageError(f"{program.name} got {key}= twice, as words or as settings; write it once")

@@ -107,15 +107,18 @@ def explain(error: Exception, command_line: CommandLine) -> str | None:
     text, package = None, raised_by(error)
     if isinstance(error, OverrideParseException):
         text = _unreadable_override(error.override, command_line)
-    elif isinstance(error, MissingConfigException) and error.options is not None:
+    elif isinstance(error, MissingConfigException):
         text = _missing_config(error, command_line)
     elif isinstance(error, HydraException) or (isinstance(error, ValueError | OSError) and package == "hydra"):
-        text = _wrong_override(command_line) or f"command line: {error}; see --help"
+        reason = str(error)
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            reason = f"{reason} {str(error.__cause__).splitlines()[0]}"
+        text = _wrong_override(reason, command_line) or f"command line: {reason}; see --help"
     elif isinstance(error, ConfigAttributeError | ConfigKeyError):
         key = error.full_key
         text = f"{key} is missing, but the program reads it; leave it as it was, or give it: +{key}=<value>"
     elif isinstance(error, OmegaConfBaseException):
-        text = str(error)
+        text = str(error).splitlines()[0]
     elif isinstance(error, yaml.YAMLError):
         text = f"a config file is no valid YAML: {error}"
     # Arguments that Lightning checks only when it starts.
@@ -164,7 +167,13 @@ def _unreadable_override(override: str, command_line: CommandLine) -> str:
 
 
 def _missing_config(error: Any, command_line: CommandLine) -> str:
-    group, _, name = error.missing_cfg_file.rpartition("/")
+    group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
+    if error.options is None:
+        names = sorted(file.stem for folder in command_line.folders for file in Path(folder).glob("*.yaml"))
+        near = difflib.get_close_matches(name, names, n=1)
+        remedy = f"; write -cn {near[0]}" if near else ""
+        searched = " and ".join(command_line.folders)
+        return f"there is no config {name!r} in {searched}; available: {', '.join(names)}{remedy}"
     for override in command_line.overrides:
         _, _, value = override.partition("model=")
         if "/" in value and error.missing_cfg_file == f"model/{value}":
@@ -183,15 +192,27 @@ def _model_like(name: str) -> str:
     return next(matching, "<sd15, sd21 or sdxl>")
 
 
-def _wrong_override(command_line: CommandLine) -> str | None:
-    """Return a message on the first override of an unknown key or without a group's option; None if there is none."""
+def _wrong_override(reason: str, command_line: CommandLine) -> str | None:
+    """Return a message on the override that Hydra refused: an unknown key, a bare comma, or no option of a group.
+
+    Args:
+        reason: Hydra's text, which names the override; only for a value that is no option's name it does not.
+        command_line: The command line.
+
+    Returns:
+        The message; None if Hydra's text is about something else.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     known = paths(command_line.defaults)
     for each in OverridesParser.create().parse_overrides(list(command_line.overrides)) if known else ():
         text, key = str(each.input_line), each.key_or_group
-        if not command_line.is_group(key):
-            if key not in known and not text.startswith(("+", "~")):
+        if each.is_sweep_override():
+            if f"Ambiguous value for argument '{text}'" in reason:
+                listed = shlex.quote(f"{key}=[{text.partition('=')[2]}]")
+                return f"{text}: a bare comma is ambiguous; write {listed} for a list, or add -m to run once per value"
+        elif not command_line.is_group(key):
+            if f"'{key}'" in reason and key not in known and not key.startswith("hydra.") and text[0] != "+":
                 return _unknown_key(text, key, command_line)
         elif not each.is_delete() and not isinstance(each.value(), str | list):
             options = command_line.options_of(key)
@@ -202,6 +223,8 @@ def _wrong_override(command_line: CommandLine) -> str | None:
 def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     """Return a message on a key that the configuration does not have: what was probably meant, or what there is."""
     near = command_line.nearest(key)
+    if override.startswith("~"):
+        return f"{override}: there is no key {key!r}; " + (f"the nearest is {near}" if near else "leave it out")
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
     section, _, last = (near or "").rpartition(".")

@@ -191,10 +191,26 @@ def lines(data: Mapping[str, Any]) -> list[str]:
 def setting_lines(data: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ as lines of text: key, and each value with its runs."""
     names = [each["name"] for each in data["runs"]]
-    rows = [[f"  {key}", "   ".join(grouped(values, names))] for key, values in data["settings"].items()]
-    more = len(rows) - _MOST_SETTINGS
-    last = [f"  and {more} more; output=compare.json holds all"] if more > 0 else []
-    return aligned(rows[:_MOST_SETTINGS], at_left=(0, 1)) + last
+    shown = dict(list(data["settings"].items())[:_MOST_SETTINGS])
+    width = max(40, 114 - max(map(len, shown)))
+    rows = [
+        [f"  {key}" if place == 0 else "", line]
+        for key, values in shown.items()
+        for place, line in enumerate(_wrapped(grouped(values, names), width))
+    ]
+    more = len(data["settings"]) - len(shown)
+    return aligned(rows, at_left=(0, 1)) + [f"  and {more} more; output=compare.json holds all"] * (more > 0)
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Join texts to lines of at most so many characters, if a text itself has no more."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 3 + len(part) <= width:
+            lines[-1] += f"   {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def table_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -162,15 +162,15 @@ def _folder(text: str) -> Path:
         beside = path.parent if path.parent.is_dir() else Path("runs")
         runs = {each.name: str(each) for each in sorted(beside.glob("*")) if _is_run(each)}
         near = difflib.get_close_matches(path.name, runs, n=1)
-        remedy = (
-            f"write {runs[near[0]]}" if near else f"runs that exist are {', '.join([*runs.values()][:5]) or 'none'}"
-        )
+        existing = ", ".join([*runs.values()][:5])
+        remedy = f"runs that exist are {existing}" if existing else "give the output_dir of a training"
+        remedy = f"write {runs[near[0]]}" if near else remedy
         raise UsageError(f"compare got {text or 'an empty path'}, which does not exist; expected a run; {remedy}")
     if not _is_run(path):
-        around = [
-            str(each) for each in (*sorted(path.glob("*")), *path.parents, *path.resolve().parents) if _is_run(each)
-        ]
-        remedy = f"write {around[0]}" if around else "give the output_dir of a training"
+        inside = [str(each) for each in sorted(path.glob("*")) if _is_run(each)]
+        around = [str(each) for each in (*path.parents, *path.resolve().parents) if _is_run(each)]
+        meant = inside[:5] or around[:1]
+        remedy = f"write {' '.join(meant)}" if meant else "give the output_dir of a training"
         raise UsageError(f"compare got {text}, which is no run: it has neither its mark nor its files; {remedy}")
     return path
 

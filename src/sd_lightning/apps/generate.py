@@ -87,8 +87,6 @@ class GenerationRequest(SamplingOptions):
             raise UsageError(
                 f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"
             )
-        if not 0 <= self.seed < 2**62:
-            raise UsageError(f"generate got seed={self.seed}; expected a whole number from 0 to 2**62 - 1, e.g. seed=0")
         super().__post_init__()
 
     @property
@@ -104,6 +102,10 @@ def run(cfg: DictConfig) -> int:
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
     device = _device(request.device)
+    if not 0 <= request.seed <= 2**63 - len(prompts):
+        raise UsageError(
+            f"generate got seed={request.seed}; expected a whole number from 0 to 2**63 - {len(prompts)}, e.g. seed=0"
+        )
     seeds, output_dir = range(request.seed, request.seed + len(prompts)), Path(request.output_dir)
     check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")

@@ -66,8 +66,8 @@ def run(cfg: DictConfig) -> int:
     started = time.perf_counter()
     spec = RunSpec.of(cfg)
     check(spec)
-    model = spec.model.describe()
     device, speeds = hardware_of(spec["gpu"])
+    model = spec.model.describe()
     host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)
     search = Search(
         model,

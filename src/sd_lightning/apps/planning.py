@@ -98,6 +98,7 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
     who, chooses_strategy = " ".join(spec.left_to_planner()), spec.chooses_strategy
     if spec["data.batch_size"] == AUTO and spec.resumed_batch is not None:  # the order of samples depends on it
         spec = spec.with_settings({"data.batch_size": spec.resumed_batch})
+    device, speeds = hardware_here()  # before the data is read, which may take long
     count, batch_size, micro_batches = spec.num_processes, spec["data.batch_size"], None
     if batch_size == AUTO:
         photos_only = {"class_prompts": None} if spec.get("data.class_prompts") else {}  # pictures are not drawn yet
@@ -105,7 +106,6 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
         micro_batches = range(1, max(num_samples // count, 1) + 1)
     model = spec.model.describe()
     run = replace(run_of(spec, model, count), gradient_checkpointing=False)
-    device, speeds = hardware_here()
     search = Search(
         model,
         run,

@@ -57,6 +57,7 @@ def preflight(spec: RunSpec) -> RunSpec:
         planning.check(spec)
     check_trainer(spec)
     check_optimizer(spec)
+    check_place(spec["output_dir"], key="output_dir")  # finding a checkpoint may already rename there
     spec = _with_start(spec)
     _check_output_dir(spec)
     return spec
@@ -303,7 +304,6 @@ def _check_output_dir(spec: RunSpec) -> None:
     from sd_lightning.data.builders import paths_in
     from sd_lightning.data.sources.huggingface import check_not_scanned
 
-    check_place(spec["output_dir"], key="output_dir")
     run_dir, dataset = spec.output_dir, spec.get("data.dataset_name")
     is_continued = spec.resume is not None and runs.holds(run_dir, spec.resume)  # in another folder it is a new run
     resuming = spec["resume"] == "auto" or is_continued

@@ -166,8 +166,11 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
     if not isinstance(saved, dict):
         raise UsageError(f"{path / 'trainer.json'}: holds no state of a run; give another checkpoint")
-    if saved.get("format") != FORMAT:
-        raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {FORMAT}; update sd-lightning")
+    version = saved.get("format")
+    if version != FORMAT:
+        is_older = isinstance(version, int) and version < FORMAT
+        remedy = f"start from its pipeline with init_from={path / 'pipeline'}" if is_older else "update sd-lightning"
+        raise UsageError(f"{path}: checkpoint format {version}; expected {FORMAT}; {remedy}")
     problem = _problem(saved)
     if problem is not None:
         raise UsageError(f"{path / 'trainer.json'}: {problem} is not what a run saves there; give another checkpoint")

@@ -32,6 +32,7 @@ from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
 from sd_lightning.models.families import Component, architecture
 from sd_lightning.models.lora import Lora, plain_names
 from sd_lightning.state.shards import SavedParameter
+from sd_lightning.storage import runs
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
@@ -117,6 +118,9 @@ class Measured(PortableCheckpoint):
         self.found: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.is_global_zero:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            runs.mark(self.run_dir)
         self.found["largest"] = max(4 * p.numel() for p in pl_module.unet.parameters())
         self.found["whole"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
 

@@ -17,7 +17,6 @@ from sd_lightning.diffusion.randomness import (
     _square_root,
     integers,
     normal,
-    permutation,
     philox4x32,
     uniform,
 )
@@ -201,7 +200,6 @@ def test_the_extreme_words_give_finite_normals(monkeypatch: pytest.MonkeyPatch) 
 def test_numbers_are_pinned_because_a_resumed_run_must_draw_the_same() -> None:
     numbers = normal(42, 3, torch.tensor([5, 2**33]), Purpose.NOISE, (4, 9, 9))
     assert hashlib.sha256(numbers.numpy().tobytes()).hexdigest() == PINNED_NORMALS
-    assert permutation(42, 3, 10).tolist() == PINNED_PERMUTATION
 
 
 def test_float_steps_are_accurate_and_independent_of_length_and_alignment() -> None:
@@ -262,29 +260,6 @@ def test_an_empty_batch_gives_an_empty_tensor() -> None:
     assert normal(0, 0, torch.empty(0, dtype=torch.int64), Purpose.NOISE, (4, 3)).shape == (0, 4, 3)
 
 
-def test_permutation_is_a_shuffle_that_seed_and_epoch_decide() -> None:
-    first = permutation(1, 0, 10_000)
-    assert torch.equal(first.sort().values, torch.arange(10_000))
-    assert torch.equal(permutation(1, 0, 10_000), first)
-    for other in (permutation(1, 1, 10_000), permutation(2, 0, 10_000)):
-        assert float((other == first).float().mean()) < 0.01
-    places = torch.stack([permutation(seed, 0, 4) for seed in range(2000)])
-    shares = torch.stack([(places == value).float().mean(dim=0) for value in range(4)])
-    assert (shares - 0.25).abs().max() < 0.05
-    assert permutation(0, 0, 0).shape == (0,) and permutation(0, 0, 1).tolist() == [0]
-
-
-def test_permutation_is_the_same_however_its_keys_are_sliced() -> None:
-    num_samples = 2**20 + 10
-    drawn = permutation(1, 0, num_samples)
-    words = reference_words(1, 0, num_samples - 1, Purpose.SHUFFLE, 2)
-    word0, word1 = words
-    key = word0 << 31 ^ word1
-    position = int((drawn == num_samples - 1).nonzero())
-    # The key's rank in [0, 2**63) is its place in the permutation, up to the sampling error.
-    assert abs(position / num_samples - key / 2**63) < 0.005
-
-
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
     with pytest.raises(UsageError, match=rf"seed={seed}; expected 0 <= seed < 2\*\*64"):
@@ -314,4 +289,3 @@ def test_a_gpu_draws_the_same_bits_as_the_cpu_without_waiting() -> None:
 
 
 PINNED_NORMALS = "9d2594f74a07eb701726acce2ee9d7d73de0aeb81b13f4f6dbb423070855d939"
-PINNED_PERMUTATION = [5, 7, 3, 2, 9, 4, 8, 6, 1, 0]

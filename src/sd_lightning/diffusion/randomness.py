@@ -159,31 +159,6 @@ def integers(
     return _cut(words * high >> 32, shape)
 
 
-def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
-    """Return a permutation of ``range(num_samples)``, a pure function of the arguments.
-
-    Args:
-        seed: In [0, 2**64).
-        epoch: Index of the pass over the data.
-        num_samples: Length of the permutation.
-
-    Returns:
-        int64 (num_samples,) on the CPU.
-
-    Raises:
-        UsageError: If the seed is out of range.
-    """
-    keys = torch.empty(num_samples, dtype=torch.int64)
-    # Slices keep the temporaries of a data set of hundreds of millions of images small.
-    slice_length = 2**20
-    for begin in range(0, num_samples, slice_length):
-        index = torch.arange(begin, min(begin + slice_length, num_samples))
-        word0, word1, _, _ = _words(seed, epoch, index, Purpose.SHUFFLE, ())
-        keys[begin : begin + slice_length] = torch.as_tensor(word0 << 31 ^ word1).squeeze(1)
-    # Two equal 63-bit keys are all but impossible; a stable sort settles even those.
-    return torch.argsort(keys, stable=True)
-
-
 def _words(
     seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...]
 ) -> tuple[Any, Any, Any, Any]:

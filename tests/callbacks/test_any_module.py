@@ -131,7 +131,8 @@ class Killed(Callback):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("ddp", "fsdp"), ("fsdp", "gemini_small_chunks"), ("gemini_small_chunks", "ddp")]
+    ("first", "second"),
+    [("ddp", "fsdp"), ("fsdp", "gemini_small_chunks"), ("gemini_small_chunks", "zero2"), ("zero3", "ddp")],
 )
 def test_a_killed_run_goes_on_under_another_strategy_with_the_same_losses(
     first: str, second: str, tmp_path: Path

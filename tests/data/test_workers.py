@@ -1,9 +1,12 @@
 """`data.num_workers=auto`: what is measured, what is chosen from it, and that samples do not depend on it."""
 
+import gc
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data import loading, workers
 from sd_lightning.data.builders import digits_data
 from sd_lightning.data.datamodule import SDDataModule
-from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.loading import LoaderOptions, LookAhead
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
@@ -225,6 +228,73 @@ def test_a_worker_that_is_stuck_says_where(monkeypatch: pytest.MonkeyPatch, tmp_
     assert re.match(r"data: worker 0 has read one batch for \d+ s, and is at:\n", message), message
     assert "in image\n" in message and message.index("__getitems__") < message.index("in image\n"), message
     assert "in fit\n" not in message, "the frames of training, in which the worker was forked"
+
+
+class CrashingSquares(Squares):
+    def image(self, index: int) -> Image.Image:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return super().image(index)
+
+
+def test_a_worker_that_crashes_leaves_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
+        trainer(1).fit(Recorder(), datamodule(source=CrashingSquares(), num_workers=1))
+    stack = capfd.readouterr().err
+    assert re.search(r'Fatal Python error: Segmentation fault\n(.*\n)+.*test_workers.py", line \d+ in image', stack), (
+        stack
+    )
+
+
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_a_worker_does_not_collect_the_garbage_of_training(is_validation: bool) -> None:
+    """Else the destructor of a process group would join threads that a fork does not have."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            if os.getpid() != here:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    class CollectingSquares(Squares):
+        def image(self, index: int) -> Image.Image:
+            gc.collect()
+            return super().image(index)
+
+    here, was_enabled, frozen = os.getpid(), gc.isenabled(), gc.get_freeze_count()
+    source = CollectingSquares()
+    data = datamodule(2, Squares() if is_validation else source, source)
+    gc.disable()
+    try:
+        Garbage()
+        if is_validation:
+            trainer(1).validate(Recorder(), data)
+        else:
+            trainer(2).fit(Recorder(), data)
+        assert gc.get_freeze_count() == frozen
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_no_process_is_forked_in_the_middle_of_a_fetch() -> None:
+    is_fetching, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def fetch(file: int) -> None:
+        is_fetching.set()
+        begun.set()
+        time.sleep(0.3)
+        is_fetching.clear()
+        if file == 4:  # of the same thread as file 0
+            ended.set()
+
+    with LookAhead(lambda samples: 4 * samples, fetch, num_batches=1).running(lambda number: np.array([number]), 0, 2):
+        assert begun.wait(20)
+        child = os.fork()
+        if not child:
+            os._exit(is_fetching.is_set())
+        assert os.waitpid(child, 0)[1] == 0
+        assert ended.wait(20), "fetching did not go on"
 
 
 def test_data_in_memory_are_neither_timed_nor_read_by_workers(

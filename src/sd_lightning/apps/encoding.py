@@ -17,6 +17,7 @@ import torch
 from sd_lightning._console import start_bar
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.progress import clock_time
+from sd_lightning.data.loading import forking
 from sd_lightning.data.store.encoding import STAGES, Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.texts import EmbeddedTexts, TextEncoder, TextTask
 
@@ -62,7 +63,8 @@ class Workers:
                 num_workers, mp_context=context, initializer=_start, initargs=(self._encoders, numbers, os.getpid())
             )
             # All start now, before other threads hold locks that a fork would copy.
-            wait([self._pool.submit(os.getpid) for _ in range(num_workers)])
+            with forking():
+                wait([self._pool.submit(os.getpid) for _ in range(num_workers)])
 
     def __call__(self, tasks: Iterable[EncodeTask]) -> Iterator[Encoded]:
         """Encode latent files, and yield each when it is in the store.

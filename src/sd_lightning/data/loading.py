@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -40,6 +42,38 @@ def fetch_all(source: Source, index: Sequence[int]) -> None:
     """Fetch the files of some samples of a source, if it has files to fetch."""
     with ThreadPoolExecutor(NUM_THREADS, "fetch") as pool:
         list(pool.map(source.fetch, source.files(np.array(index, np.int64))))
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Leave the garbage of this process to it, while the context lasts in which it forks workers.
+
+    A worker that collected it would end what only this process can end: the destructor of a process group of gloo
+    joins its threads, which no fork has, and the worker hangs or is killed.
+    """
+    gc.freeze()  # what is alive now, and what is garbage, is none of a worker's collector's business
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+_FETCHING = [threading.Lock() for _ in range(NUM_THREADS)]
+"""Held by each thread that fetches, while it does."""
+
+
+def _wait_for_fetches() -> None:
+    """Let no process be forked in the middle of a fetch, whose locks would stay locked in it for ever."""
+    for lock in _FETCHING:
+        lock.acquire()
+
+
+def _go_on_fetching() -> None:
+    for lock in _FETCHING:
+        lock.release()
+
+
+os.register_at_fork(before=_wait_for_fetches, after_in_parent=_go_on_fetching, after_in_child=_go_on_fetching)
 
 
 class LookAhead:
@@ -90,10 +124,11 @@ class LookAhead:
                 for file in self._files_of(samples_of(number)):
                     queues[file % NUM_THREADS].put(file)
 
-        def fetch(queue: SimpleQueue[int]) -> None:
+        def fetch(queue: SimpleQueue[int], fetching: threading.Lock) -> None:
             while (file := queue.get()) != _END and not ended.is_set():
                 try:
-                    self._fetch(file)
+                    with fetching:
+                        self._fetch(file)
                 except Exception as error:
                     log.warning("data: a file could not be fetched ahead (%s); reading it tries again", error)
                     ended.wait(_PAUSE)
@@ -106,8 +141,8 @@ class LookAhead:
 
         # Not joined: the end of a run does not wait for a file that nobody reads.
         threading.Thread(target=feed, name="look-ahead", daemon=True).start()
-        for queue in queues:
-            threading.Thread(target=fetch, args=(queue,), name="look-ahead", daemon=True).start()
+        for each in zip(queues, _FETCHING, strict=True):
+            threading.Thread(target=fetch, args=each, name="look-ahead", daemon=True).start()
         try:
             yield move
         finally:
@@ -180,7 +215,7 @@ class LoaderOptions:
             batch_sampler=batch_sampler,
             collate_fn=as_is,
             num_workers=self.num_workers,
-            worker_init_fn=report_slow_batches,
+            worker_init_fn=report_trouble,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
             persistent_workers=self.persistent_workers,
             prefetch_factor=self.prefetch_factor,
@@ -192,11 +227,14 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def report_slow_batches(worker: int) -> None:
-    """Log a warning with its stack while this worker process takes minutes for one batch.
+def report_trouble(worker: int) -> None:
+    """Let this worker process tell its stack when it crashes, and while it takes minutes for one batch.
 
     Training waits for it without a word otherwise, and a stack of the training process does not say why.
     """
+    if sys.__stderr__ is not None:
+        faulthandler.disable()  # if training had it: torch has taken its signals since
+        faulthandler.enable(sys.__stderr__)
     info = get_worker_info()
     assert info is not None
     read, main = info.dataset.__getitems__, threading.get_ident()  # type: ignore[attr-defined]
@@ -245,7 +283,8 @@ class WholeBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches."""
-        return iter(self._loader)
+        with forking():
+            return iter(self._loader)
 
     @property
     def _iterator(self) -> Any:
@@ -294,7 +333,7 @@ class EpochLoader(WholeBatchLoader):
         self._on_start()
         sampler = self.batch_sampler
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
-        batches = iter(self._loader)  # forks the workers, before there are other threads
+        batches = super().__iter__()
         with self._fetching() as move:
             for yielded, batch in enumerate(batches, start + 1):
                 self._yielded = (epoch, yielded)

@@ -232,9 +232,8 @@ def report_trouble(worker: int) -> None:
 
     Training waits for it without a word otherwise, and a stack of the training process does not say why.
     """
-    if sys.__stderr__ is not None:
-        faulthandler.disable()  # if training had it: torch has taken its signals since
-        faulthandler.enable(sys.__stderr__)
+    faulthandler.disable()  # if training had it: torch has taken its signals since
+    faulthandler.enable(2)  # standard error, whatever `sys.stderr` is
     info = get_worker_info()
     assert info is not None
     read, main = info.dataset.__getitems__, threading.get_ident()  # type: ignore[attr-defined]

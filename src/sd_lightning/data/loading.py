@@ -73,7 +73,8 @@ def _go_on_fetching() -> None:
         lock.release()
 
 
-os.register_at_fork(before=_wait_for_fetches, after_in_parent=_go_on_fetching, after_in_child=_go_on_fetching)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(before=_wait_for_fetches, after_in_parent=_go_on_fetching, after_in_child=_go_on_fetching)
 
 
 class LookAhead:

@@ -27,6 +27,8 @@ os.environ.update(
     MPLBACKEND="Agg",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="disabled",
+    RAY_AUTH_MODE="disabled",  # the cluster of the tests is theirs alone, and leaves no token at home
+    RAY_USAGE_STATS_ENABLED="0",
     CUBLAS_WORKSPACE_CONFIG=":4096:8",  # with which cuBLAS computes the same bits again
 )
 # Threads that wait by spinning slow each other down a hundredfold where processes outnumber cores.

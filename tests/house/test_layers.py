@@ -23,6 +23,7 @@ ORDER = (
     ("strategies",),
     ("training",),
     ("callbacks",),
+    ("remote",),
     ("apps",),
     ("train", "generate", "export", "precompute", "plan", "compare"),
     ("dreambooth",),
@@ -40,6 +41,7 @@ MAY_KNOW = {
     "planner": MODELS,
     "strategies": LIGHTNING | MODELS,
     "callbacks": LIGHTNING | MODELS,
+    "remote": LIGHTNING,
     "_conf": HYDRA,
     "apps": LIGHTNING | HYDRA | MODELS,
     "train": HYDRA,
@@ -173,6 +175,12 @@ def test_a_room_imports_nothing_that_it_must_not_know() -> None:
         for name, line in imports(path)
         if (room := room_of(dotted(path))) and name.split(".")[0] in forbidden(room)
     ]
+
+
+def test_remote_alone_knows_ray() -> None:
+    assert {room_of(dotted(path)) for path in FILES for name, _ in imports(path) if name.split(".")[0] == "ray"} == {
+        "remote"
+    }
 
 
 def test_heavy_packages_are_imported_where_they_are_used() -> None:

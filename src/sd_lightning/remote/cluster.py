@@ -1,0 +1,87 @@
+"""The connection to a Ray cluster, and what it has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
+
+_ANSWER_SECONDS = 10.0
+"""How long the head of a cluster may take to accept a connection."""
+_START = "start one with: ray start --head, and give the host:port that it prints"
+
+
+def connect(who: str, address: str | None = None, *, num_cpus: int | None = None) -> Any:
+    """Connect this process to a Ray cluster, unless it is connected already, and return the module ``ray``.
+
+    Args:
+        who: The setting that needs Ray, for messages: ``"launcher=ray"``.
+        address: ``host:port`` of the cluster's head, or ``"auto"`` for the one that runs on this machine. None: the
+            one that the environment variable RAY_ADDRESS names, else a new one on this machine, which ends with this
+            process.
+        num_cpus: Logical CPUs of a new cluster; None for as many as this machine has.
+
+    Raises:
+        UsageError: Ray is not installed, or no cluster answers at the address.
+    """
+    ray = require("ray", extra="ray", who=who)
+    if ray.is_initialized():
+        return ray
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named:
+        _check_answers(who, named)
+    try:
+        if named:
+            ray.init(address=named, logging_level=logging.ERROR)
+        else:
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        where = f"at {named}" if named else "on this machine"
+        raise UsageError(
+            f"{who}: Ray cannot start {where} ({type(error).__name__}: {error}); {_START}; if the cluster has a token, "
+            "set RAY_AUTH_MODE=token, and have it in ~/.ray/auth_token"
+        ) from error
+    return ray
+
+
+def _check_answers(who: str, address: str) -> None:
+    """Raise a ``UsageError`` unless something listens at the address: Ray would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", "ray://host:port", ...: Ray's own
+    try:
+        with socket.create_connection((host.rpartition("/")[2], int(port)), timeout=_ANSWER_SECONDS):
+            return
+    except OSError as error:
+        raise UsageError(
+            f"{who}: no Ray cluster answers at {address} ({error.strerror or error}); {_START}, or leave the address "
+            "out for a cluster on this machine"
+        ) from error
+
+
+def check_resources(who: str, wanted: Mapping[str, float], *, setting: str) -> None:
+    """Check that the connected cluster has resources in total, by Ray's names: ``{"CPU": 8, "GPU": 8}``.
+
+    Args:
+        who: What asks for them, for the message.
+        wanted: Resource -> number.
+        setting: What to write smaller.
+
+    Raises:
+        UsageError: It has fewer.
+    """
+    import ray
+
+    there = ray.cluster_resources()
+    for name, number in wanted.items():
+        if there.get(name, 0.0) < number:
+            machines = sum(node["Alive"] for node in ray.nodes())
+            raise UsageError(
+                f"{who} asks for {number:g} {name}; the Ray cluster has {there.get(name, 0.0):g} on {machines} "
+                f"machine(s); write a smaller {setting}, or add machines with: ray start --address=<head>"
+            )

@@ -44,7 +44,8 @@ class Published:
     setup: Setup
     what: str
     """"reserved": bytes as nvidia-smi shows them; "allocated": bytes; or a time in seconds: "forward", "backward",
-    "encoding", "step"; or "without_encoding": the speed-up by latents and embeddings from a store."""
+    "encoding", "step"; or "without_encoding": the speed-up by latents and embeddings from a store; "encoding_share": of
+    a step; or "encoders": how many A10G keep a GPU busy that trains only."""
     figure: float
     half: str
     tolerance: float
@@ -58,6 +59,8 @@ _T4 = "github.com/ShivamShrirao/diffusers, examples/dreambooth/README.md: a tabl
 _COLOSSALAI = "hpc-ai.com, Colossal-AI 0.2.0: Stable Diffusion 2.0 with 5.6 times less memory, 2023"
 _SIMPLETUNER = "github.com/bghira/SimpleTuner, documentation/DEEPSPEED.md: SDXL on an RTX 4090"
 _ANYSCALE = "anyscale.com, pre-training of Stable Diffusion 2 with Ray on A100"
+_TEMPLATE = "github.com/anyscale/templates, stable-diffusion-pretraining, 03_end_to_end.ipynb: 48 A10G, 32 A100 80 GB"
+_PROVISIONED = "the same number for both resolutions, and whether fewer would do; ours has 1.1 times what is needed"
 
 
 def _nvidia(batch_size: int, **settings: Any) -> Setup:
@@ -158,6 +161,9 @@ PUBLISHED = {
     "anyscale_encoding": Published(_anyscale(128, 256), "encoding", 0.44, SETS, TIME, _ANYSCALE),
     "anyscale_256": Published(_anyscale(128, 256), "without_encoding", 1.45, JUDGES, TIME, _ANYSCALE),
     "anyscale_512": Published(_anyscale(32, 512), "without_encoding", 1.26, SETS, TIME, _ANYSCALE),
+    "anyscale_share": Published(_anyscale(128, 256), "encoding_share", 0.39, SHOWN, TIME, _ANYSCALE, "the resolution"),
+    "anyscale_encoders_256": Published(_anyscale(128, 256), "encoders", 48 / 32, SHOWN, TIME, _TEMPLATE, _PROVISIONED),
+    "anyscale_encoders_512": Published(_anyscale(32, 512), "encoders", 48 / 32, SHOWN, TIME, _TEMPLATE, _PROVISIONED),
     "mosaicml_step": Published(
         Setup("sd21", "a100-80gb", 16, 512, "16-mixed", "fsdp", 128, run={"encodes": False, "averages": True}),
         "step",

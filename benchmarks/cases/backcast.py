@@ -29,6 +29,9 @@ TABLE = {
     "the same: Anyscale encoding; gain by latents from a store at 256², 512²; MosaicML": (
         "{anyscale_encoding}; {anyscale_256}, {anyscale_512}; {mosaicml_step}"
     ),
+    "the same: Anyscale's share of encoding in a step; A10G per A100 that encode beside them at 256², 512²": (
+        "{anyscale_share}; {anyscale_encoders_256}, {anyscale_encoders_512}"
+    ),
     "errors of those that judge: memory of NVIDIA; of others": (
         "{nvidia_fp16_off_by}, {nvidia_batch_48_off_by}; {colossalai_baseline_off_by}, "
         "{colossalai_optimised_off_by}, {diffusers_16gb_off_by}, {t4_off_by}, {t4_checkpointing_batch_2_off_by}"
@@ -66,7 +69,28 @@ def predicted(setup: Setup, what: str) -> float:
             return plan.memory.device_phase.nbytes + segments.most - segments.live
         if what == "without_encoding":
             return plan.time.total / _planned(replace(setup, run={**setup.run, "encodes": False}))[1].time.total
+        if what == "encoding_share":
+            return plan.time.encoding / plan.time.total
+        if what == "encoders":
+            return _encoders_per_trainer(setup, model)
         return plan.time.total if what == "step" else float(getattr(plan.time, what))
+
+
+def _encoders_per_trainer(setup: Setup, model: Any) -> float:
+    """Return how many A10G it takes beside each trainer, as `sd_lightning.plan` answers it."""
+    from sd_lightning.planner.calibration import hardware
+    from sd_lightning.planner.encoders import EncodingWork, encoding_bills
+
+    trained = _planned(replace(setup, run={**setup.run, "encodes": False}))[1]
+    many = 10**4 * setup.gpus  # the number is rounded up
+    _, bill, _ = encoding_bills(
+        EncodingWork.alone(model, trained.run),
+        [hardware("a10g")],
+        num_trainers=many,
+        images_per_second=10**4 * trained.images_per_second,
+        on_the_fly=1.0,
+    )
+    return bill.num_encoders / many
 
 
 def _planned(setup: Setup) -> tuple[Any, Any]:

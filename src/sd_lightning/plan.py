@@ -21,7 +21,7 @@ PROGRAM = _conf.Program(
         "price": float | None,
         "compare": bool,
         "output": str | None,
-        "encoders": Literal["all", "text", "none"],
+        "encoders": Literal["all", "text", "none"] | list[str],
         "ema": bool,
         "seed": int,
         "data.batch_size": int | None,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,12 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
         (["data.resolution=101"], "plan got data.resolution=101; expected a multiple of 8 pixels, e.g. 512"),
         (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),
+        (
+            ["encoders=[]"],
+            r"plan got encoders=\[\]; expected GPUs beside the trainers, e.g. encoders=\[a10g,l4\]; or all",
+        ),
+        (["encoders=[t4,a10]"], "encoders=a10: no such GPU; the nearest are a10g.* and write encoders=<that file>"),
+        (["encoders=[no.json]"], "encoders=no.json: there is no such file; .*, or write encoders=<name of a table>"),
         (["gpus=0"], "plan got gpus=0; expected at least 1"),
         (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),
         (
@@ -265,6 +272,50 @@ def test_no_plan_is_faster_than_the_data_loader(
         planned(compose, capsys, "strategy=single", "data.batch_size=64", f"loader={loader}", f"output={file}")
         found[loader] = json.loads(file.read_text())["plans"][0]["images_per_second"]
     assert found["null"] > 200 and found["100"] == pytest.approx(100)
+
+
+def test_encoders_on_other_gpus_have_a_bill_beside_those_of_the_trainers(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def written(*options: str) -> tuple[dict[str, Any], str]:
+        file = tmp_path / "plan.json"
+        strategy = ("strategy=ddp", "gpus=2", "data.batch_size=64", "price=2")
+        code, text = planned(compose, capsys, *strategy, *options, f"output={file}")
+        assert code == 0
+        return json.loads(file.read_text(encoding="utf-8")), text
+
+    data, text = written("encoders=[l4,a10g,l4]")
+    speed = {each: written(f"encoders={each}")[0]["plans"][0]["images_per_second"] for each in ("all", "none")}
+    encoding = data["encoders"]
+    own, *others = encoding["ways"]
+    assert data["plans"][0]["images_per_second"] == speed["none"], "trainers encode nothing"
+    assert own["way"] == "in the trainers' steps" and own["images_per_second"] == speed["all"] < speed["none"]
+    assert [each["way"] for each in others] == [
+        *("beside them, on NVIDIA L4", "once on NVIDIA L4, stored"),
+        *("beside them, on NVIDIA A10G", "once on NVIDIA A10G, stored"),
+    ]
+    hours = 2 * 1e6 / speed["none"] / 3600
+    for each, price in zip(others[::2], (0.805, 1.006)):
+        needed = 1.1 * speed["none"] / each["encoder_images_per_second"]
+        assert needed <= each["num_encoders"] < needed + 1
+        assert each["trainer_hours"] == pytest.approx(hours)
+        assert each["dollars"]["1"] == pytest.approx(hours * 2 + each["num_encoders"] * hours / 2 * price)
+    assert encoding["gigabits_per_second"] == pytest.approx(8e-9 * encoding["bytes_per_image"] * speed["none"])
+    cells = next(line for line in text.splitlines() if line.startswith("beside them, on NVIDIA L4 ")).split("  ")
+    assert f"{others[0]['num_encoders']}" in map(str.strip, cells) and f"{others[0]['dollars']['1']:,.2f}" in cells[-1]
+    fewest = min(others[::2], key=lambda each: each["dollars"]["1"])["num_encoders"]
+    assert data["command"].endswith(f"data.encoders=ray data.num_encoders={fewest}")
+    cheapest = min(encoding["ways"], key=lambda each: each["dollars"]["30"])["way"]
+    assert re.search(rf"cheapest: .*{cheapest} \([\d, ]*30 epochs\)", text)
+    assert "a forecast, not measured on a GPU: most published times are met within 35 %" in text
+    assert f"network: {encoding['bytes_per_image']:,} bytes per image" in text
+    assert written("encoders=none")[0]["encoders"] is None
+
+    data, text = written("encoders=[rtx-4090]", "loader=7")
+    own, beside, _ = data["encoders"]["ways"]
+    assert own["images_per_second"] == pytest.approx(2 * 7), "each trainer waits for its reader"
+    assert beside["encoder_images_per_second"] == 7 and beside["images_per_second"] == speed["none"]
+    assert beside["dollars"]["1"] is None and "no dollars where a GPU has no price" in text
 
 
 def test_what_the_allocator_loses_is_told_if_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,19 +61,20 @@ def file_of(name: str) -> Path:
     return Path("devices", re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
-def hardware(name: str) -> tuple[Device, Speeds]:
+def hardware(name: str, key: str = "gpu") -> tuple[Device, Speeds]:
     """Return a device and its speeds.
 
     Args:
         name: Of a table, whose speeds are assumed; or the path of a YAML file like these, or of a calibration.
+        key: Setting that names it, for messages.
 
     Raises:
         UsageError: There is no such table or file, or it is not valid.
     """
     if name.endswith(".json"):
-        calibration = load(Path(name))
+        calibration = load(Path(name), key)
         return calibration.device, calibration.speeds
-    device = load_device(name)
+    device = load_device(name, key)
     return device, Speeds.of(device)
 
 
@@ -105,20 +106,20 @@ def hardware_here() -> tuple[Device, Speeds]:
     return device, Speeds.of(device)
 
 
-def load(file: Path) -> Calibration:
-    """Read a calibration.
+def load(file: Path, key: str = "gpu") -> Calibration:
+    """Read a calibration, which a setting names.
 
     Raises:
         UsageError: The file is missing, or is not one that this version wrote.
     """
     again = "run python -m sd_lightning.plan calibrate on that machine"
     if not file.is_file():
-        raise UsageError(f"gpu={file}: there is no such file; {again}, or write gpu=<name of a table>")
+        raise UsageError(f"{key}={file}: there is no such file; {again}, or write {key}=<name of a table>")
     try:
         values = read_json(file)
         if values["format"] != FORMAT:
             raise UsageError(
-                f"gpu={file}: has format {values['format']}, and this version reads format {FORMAT}; {again} again"
+                f"{key}={file}: has format {values['format']}, and this version reads format {FORMAT}; {again} again"
             )
         speeds = {each.name: values["speeds"][each.name] for each in fields(Speeds)}
         speeds |= {name: _curve(speeds[name]) for name in ("bandwidth", "functions")}
@@ -127,12 +128,12 @@ def load(file: Path) -> Calibration:
         if missing:
             raise ValueError(f"no flops of {missing[0]}")
         speeds |= {"flops": flops, "assumed": tuple(speeds["assumed"])}
-        device = device_of(values["device"], f"gpu={file}")
+        device = device_of(values["device"], f"{key}={file}")
         return Calibration(device, Speeds(**speeds), values["date"], values["torch_version"])
     except UsageError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UsageError(f"gpu={file}: is no calibration: {type(error).__name__}: {error}; {again} again") from error
+        raise UsageError(f"{key}={file}: is no calibration: {type(error).__name__}: {error}; {again} again") from error
 
 
 def _curve(values: Mapping[str, Any]) -> Curve:

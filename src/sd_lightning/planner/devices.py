@@ -107,11 +107,12 @@ def table_of(device_name: str) -> Device | None:
     return next((device for device in tables().values() if device.name == device_name), None)
 
 
-def load_device(name: str) -> Device:
+def load_device(name: str, key: str = "gpu") -> Device:
     """Return a device by the name of its table, or from a YAML file of the user's own.
 
     Args:
         name: "rtx-3060", or the path of a file.
+        key: Setting that names it, for messages.
 
     Raises:
         UsageError: There is no such table, or it lacks a value.
@@ -121,14 +122,14 @@ def load_device(name: str) -> Device:
         known = sorted(path.stem for path in _folder().glob("*.yaml"))
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4) or known
         raise UsageError(
-            f"gpu={name}: no such GPU; the nearest are {', '.join(near)}. For another one, copy "
-            f"conf/devices/{near[0]}.yaml, change its figures, and write gpu=<that file>"
+            f"{key}={name}: no such GPU; the nearest are {', '.join(near)}. For another one, copy "
+            f"conf/devices/{near[0]}.yaml, change its figures, and write {key}=<that file>"
         )
     try:
         read = read_yaml(file)
     except ValueError as error:
-        raise UsageError(f"gpu={name}: {file} is not YAML: {error}; mend the file") from error
-    return device_of(read, f"gpu={name}")
+        raise UsageError(f"{key}={name}: {file} is not YAML: {error}; mend the file") from error
+    return device_of(read, f"{key}={name}")
 
 
 def _folder() -> Path:

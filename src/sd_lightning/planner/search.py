@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
-
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.checkpointing import Simulated, Simulation
 from sd_lightning.planner.devices import Cluster, Device
+from sd_lightning.planner.encoders import EncodingWork
 from sd_lightning.planner.footprint import Candidate, Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster, Timeline
-from sd_lightning.planner.passes import encoding_traces
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
@@ -305,13 +303,8 @@ class Search:
 
     @cached_property
     def _encoding_per_sample(self) -> float:
-        """Seconds to encode an image and its caption; they grow with their number."""
-        count, seconds = 4, 0.0
-        uses_tf32 = self.run.encoder_dtype != torch.float32  # as `models.tf32.products_of` decides
-        speeds = self._speeds.with_tf32() if uses_tf32 else self._speeds
-        for trace in encoding_traces(self._forecaster(self._choices[0]).model, self.run, count):
-            seconds += float(speeds.seconds(trace, 0).sum())
-        return seconds / count
+        """Seconds to encode an image and its caption."""
+        return EncodingWork(self._forecaster(self._choices[0]).model, self.run, 4).seconds(self._speeds)
 
     def _fastest(self, plans: Sequence[TrainingPlan]) -> TrainingPlan:
         """Return the fastest plan; if the batch is free, the smallest batch that is equally fast."""

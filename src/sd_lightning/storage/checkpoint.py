@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -183,7 +183,7 @@ def newest_valid(run_dir: str | os.PathLike[str], *, hash_up_to: int | None = No
 
 
 def prune(
-    run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None, also: Path | None = None
+    run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None, also: Collection[Path | None] = ()
 ) -> list[Path]:
     """Delete all but the newest checkpoints of a run; the newest valid one and the trusted one always stay.
 
@@ -191,7 +191,7 @@ def prune(
         run_dir: The run's directory.
         keep: How many to keep, at least 1.
         trusted: A checkpoint known to be valid (just committed); it is not read again.
-        also: Another checkpoint to keep.
+        also: Other checkpoints to keep.
 
     Returns:
         The deleted checkpoints.
@@ -202,7 +202,7 @@ def prune(
     if not removed:
         return []
     needed = {trusted} if trusted in paths[-keep:] else {trusted, newest_valid(run_dir)}
-    removed = [path for path in removed if path not in {*needed, also}]
+    removed = [path for path in removed if path not in {*needed, *also}]
     for path in removed:
         atomic.delete_folder(path)
     return removed
@@ -300,7 +300,7 @@ def _write_manifest(tmp: Path, known: Mapping[str, str]) -> None:
     unknown = sorted(known.keys() - set(names))
     if unknown:
         raise ValueError(f"{tmp} has no file {unknown[0]!r}, for which a checksum was given.")
-    digests = _linked_digests(tmp.parent.parent)
+    digests = linked_digests(tmp.parent.parent)
     files = {
         name: {"size": (tmp / name).stat().st_size, "sha256": known.get(name) or _digest(tmp / name, digests)}
         for name in names
@@ -309,7 +309,7 @@ def _write_manifest(tmp: Path, known: Mapping[str, str]) -> None:
     (tmp / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def _linked_digests(run_dir: Path) -> dict[_Inode, str]:
+def linked_digests(run_dir: Path) -> dict[_Inode, str]:
     """Return the checksums, by inode, of the newest checkpoint's files with several hard links.
 
     A frozen encoder that every checkpoint links is hashed once in a run. If such a file is altered in place, its old

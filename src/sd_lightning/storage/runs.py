@@ -41,7 +41,7 @@ LOCK = ".lock"
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
-_NAMES = (
+NAMES = (
     *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
     *("report.html", "memory_timeline.json", PLAN),
 )
@@ -54,6 +54,7 @@ _WRITTEN = (
     *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
+_PIPELINE_FILES = r"pipeline/(model_index\.json|[^/]*\.safetensors|[^/]+/.*\.(json|txt|model|safetensors))"
 _SHOWN = 5
 
 
@@ -87,7 +88,7 @@ class RunFolder:
         self.lock()
         try:
             check_ours(self.path, key=key, others=others)  # again, now that no other run can begin
-            mark(self.path)
+            mark(self.path, anew=overwrite)
             if overwrite:
                 delete_written(self.path)
         except BaseException:
@@ -151,14 +152,19 @@ def is_run(folder: Path) -> bool:
     return _mark(folder) is not None
 
 
-def mark(run_dir: Path) -> None:
-    """Mark a folder as a run's; the mark is written atomically.
+def mark(run_dir: Path, *, anew: bool = False) -> None:
+    """Mark a folder as a run's; the mark is written atomically, with an id by which copies of the run are known.
+
+    Args:
+        run_dir: The folder.
+        anew: Replace the mark of an earlier run.
 
     Raises:
         OSError: It cannot be written.
     """
-    if _mark(run_dir) is None:
-        content = {"format": _FORMAT, "what": "a run of sd_lightning; overwrite=true deletes what it wrote"}
+    if anew or _mark(run_dir) is None:
+        what = "a run of sd_lightning; overwrite=true deletes what it wrote"
+        content = {"format": _FORMAT, "what": what, "id": secrets.token_hex(8)}
         with atomic.new_file(run_dir / MARK) as tmp:
             tmp.write_text(json.dumps(content), encoding="utf-8")
 
@@ -239,6 +245,14 @@ def delete_written(run_dir: Path) -> None:
     for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
         with suppress(OSError):  # it is not empty, not there, or a link
             folder.rmdir()
+
+
+def is_written(name: str) -> bool:
+    """Return whether a run writes a file of this name, relative to its folder."""
+    if name.startswith("pipeline/"):  # foreign files, such as a model card, are kept there
+        return re.fullmatch(_PIPELINE_FILES, name) is not None
+    patterns = [pattern.replace("**/", "*") for pattern in _WRITTEN]
+    return _matches(name, patterns) or _matches(name, [f"{pattern}/*" for pattern in patterns])
 
 
 def added_to(pipeline: Path) -> list[Path]:
@@ -323,7 +337,7 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 def holds(run_dir: Path, path: Path) -> bool:
     """Return whether a path lies in a run's directory; links are followed, also those of the run's parts."""
     place = path.resolve()
-    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in _NAMES)))
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:

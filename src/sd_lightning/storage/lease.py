@@ -1,0 +1,127 @@
+"""One job at a time per folder: a small file that its job renews, on a local disk or in an object store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning.storage.location import Location
+from sd_lightning.storage.untrusted import parse_json
+
+log = logging.getLogger(__name__)
+
+BEAT = 30.0
+"""Seconds between two signs of life of a job."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right of one job to write to a folder.
+
+    A job that was killed leaves its lease. It ends when the process is dead, as far as this machine can see, and else
+    after ``silence`` seconds without a sign of life. Of two jobs that take over the same lease at the same moment, one
+    learns it from :meth:`check`.
+    """
+
+    location: Location
+    name: str
+    """Of the file."""
+    who: str
+    """Start of messages: ``"store=s3://bucket/store"``."""
+    job: str
+    """What holds it, for messages: ``"precompute job"``."""
+    silence: float = 600.0
+    """Seconds without a sign of life after which a job counts as dead."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lease, with a sign of life twice a minute.
+
+        Raises:
+            UsageError: Another job holds it.
+        """
+        if not self.location.create(self.name, self._sign()):
+            self._check_dead()
+            self.location.replace(self.name, self._sign())
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(ended,), name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            try:
+                self.check()
+                self.location.delete(self.name)
+            except UsageError as error:  # what the job has done is done
+                log.warning("%s", error)
+
+    def check(self) -> None:
+        """Raise a ``UsageError`` if another job has taken the lease over meanwhile."""
+        holder = self._holder()
+        if holder.get("token", self.token) != self.token:
+            raise UsageError(
+                f"{self.who}: another {self.job} ({_process(holder)}) has taken {self.location.url}/{self.name}, as "
+                f"this one was silent or the file was deleted; expected one {self.job} at a time; end one of the two"
+            )
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT):
+            try:
+                self.check()
+                self.location.replace(self.name, self._sign())
+            except UsageError as error:  # the job may go on and end with it, or it passes
+                log.warning("%s", error)
+
+    def _sign(self) -> bytes:
+        ours = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token, "time": time.time()}
+        return json.dumps(ours).encode()
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            return dict(parse_json(self.location.read(self.name)))
+        except (FileNotFoundError, ValueError, TypeError):
+            return {}  # it has just ended, or was cut off
+
+    def _check_dead(self) -> None:
+        """Raise if the job that holds the lease is alive."""
+        holder = self._holder()
+        try:
+            age, pid = time.time() - float(holder["time"]), int(holder["pid"])
+        except (LookupError, ValueError, TypeError):
+            return
+        if age < self.silence and (holder.get("host") != socket.gethostname() or _is_alive(pid)):
+            raise UsageError(
+                f"{self.who}: another {self.job} ({_process(holder)}) writes to it, last sign of life "
+                f"{max(age, 0):.0f} s ago; expected one {self.job} at a time; wait for it, or end it. If it is dead, "
+                f"delete {self.location.url}/{self.name}, or wait until it was silent for {self.silence:.0f} s"
+            )
+
+
+def _process(holder: dict[str, Any]) -> str:
+    is_here = holder.get("host") == socket.gethostname()
+    return f"process {holder.get('pid')} of {'this machine' if is_here else holder.get('host')}"
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # an earlier job of this process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -18,7 +18,7 @@ from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.runs import PLAN
 
@@ -54,7 +54,8 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
         step = checkpoint.step_of(resume)
-        if spec["trainer.max_steps"] <= step and runs.is_finished(run_dir, step):
+        source = resume.parents[1] if runs.holds(run_dir, resume) else run_dir  # in a bucket, it is another folder
+        if spec["trainer.max_steps"] <= step and runs.is_finished(source, step):
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
             return 0
     quiet_libraries()
@@ -175,6 +176,9 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None) -> N
         return  # the others wait for rank 0 before they look into it
     run_dir, settings = spec.output_dir, spec.yaml()
     checkpoints_of(trainer).folder.open(overwrite=spec["overwrite"])
+    url = far_runs.url_of(run_dir)
+    if url is not None and spec.resume is not None and far_runs.copy_folder(url) in spec.resume.parents:
+        far_runs.fetch_records(url, run_dir, who="output_dir")  # curves and pictures go on where they were
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
         tmp.write_text(settings)
     if choice is not None:

@@ -54,7 +54,8 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
         step = checkpoint.step_of(resume)
-        source = resume.parents[1] if runs.holds(run_dir, resume) else run_dir  # in a bucket, it is another folder
+        is_own_copy = far_runs.is_copy(resume) and runs.holds(run_dir, resume)
+        source = resume.parents[1] if is_own_copy else run_dir
         if spec["trainer.max_steps"] <= step and runs.is_finished(source, step):
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
             return 0

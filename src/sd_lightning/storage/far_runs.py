@@ -109,9 +109,8 @@ def newer(run_dir: Path, newest: Path | None) -> Path | None:
         return newest
     here = -1 if newest is None else checkpoint.step_of(newest)
     there = _newest(url, who="output_dir", after=here)
-    best = there or newest
-    if best is not None:
-        where = "the bucket" if there is not None else f"{run_dir}, and the bucket holds no later one"
+    if best := there or newest:
+        where = "the bucket" if there else f"{run_dir}, and the bucket holds no later one"
         log.info("%s goes on from %s of %s", url, best.name, where)
     return best
 
@@ -153,14 +152,13 @@ def _newest(url: str, *, who: str, after: int = -1, only: str | None = None, pip
         pipeline: Fetch the pipeline, too.
     """
     location, copy = open_location(url, key=who), copy_folder(url)
-    names = {entry.name.split("/")[1] for entry in location.entries(f"checkpoints/{only or ''}")}
-    for name in sorted(filter(checkpoint.is_step, names), key=checkpoint.step_of, reverse=True):
-        if checkpoint.step_of(name) <= after or name != (only or name):
-            continue
+    names = {only} if only else {entry.name.split("/")[1] for entry in location.entries("checkpoints/")}
+    steps = [name for name in names if checkpoint.is_step(name) and checkpoint.step_of(name) > after]
+    for name in sorted(steps, key=checkpoint.step_of, reverse=True):
         place = f"checkpoints/{name}"
         try:
             _fetch(location.child(place), copy / place, pipeline=pipeline)
-        except NotWhole as problem:
+        except (NotWhole, FileNotFoundError) as problem:  # or the run has just deleted it
             log.warning("Checkpoint %s/%s is not used: %s; trying the one before it.", url, place, problem)
             continue
         for path in checkpoint.all_checkpoints(copy) if not only else ():
@@ -186,16 +184,15 @@ def _fetch(location: Location, copy: Path, *, pipeline: bool) -> None:
 
     Raises:
         NotWhole: The checkpoint is not.
+        FileNotFoundError: A file has just been deleted.
     """
     sizes = _sizes(location)
     if not 0 <= sizes.get(MANIFEST_NAME, -1) <= MAX_BYTES:
         raise NotWhole(f"{MANIFEST_NAME} is missing, or has more than {MAX_BYTES:,} bytes")
+    text = location.read(MANIFEST_NAME)
     try:
-        text = location.read(MANIFEST_NAME)
         files = checkpoint.files_of(parse_json(text))
-    except (FileNotFoundError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except ValueError as error:
         raise NotWhole(f"{MANIFEST_NAME} cannot be read ({error})") from error
     for name, (size, _) in files.items():
         if sizes.get(name) != size:  # names that lead elsewhere have none
@@ -224,19 +221,16 @@ def _bring(location: Location, copy: Path, name: str, digest: str) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic.new_file(path) as tmp:
-        try:
-            location.fetch(name, tmp)
-        except FileNotFoundError as error:
-            raise NotWhole(f"{name} has just been deleted") from error
+        location.fetch(name, tmp)
         with open(tmp, "rb", buffering=0) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise NotWhole(f"{name} was altered (its SHA-256 differs)")
 
 
-def file_of(path: Path) -> tuple[Location, str, int]:
-    """Return where a tensor file in the state of a copy is: the checkpoint's location, and its name and size there."""
+def file_of(path: Path) -> tuple[Location, str, tuple[int, str]]:
+    """Return where a tensor file in the state of a copy is: the checkpoint's location, its name, size and SHA-256."""
     copy, name = path.parents[1], f"{path.parent.name}/{path.name}"
-    return _location(str(url_of(copy))), name, checkpoint.files_of(read_json(copy / MANIFEST_NAME))[name][0]
+    return _location(str(url_of(copy))), name, checkpoint.files_of(read_json(copy / MANIFEST_NAME))[name]
 
 
 @lru_cache(maxsize=8)  # a client of S3 takes a second
@@ -250,11 +244,11 @@ def fetch_file(path: Path) -> None:
     Raises:
         UsageError: It is not that of the manifest.
     """
-    (location, name, _), copy = file_of(path), path.parents[1]
+    location, name, (_, digest) = file_of(path)
     try:
-        with _locked(copy):
-            _bring(location, copy, name, checkpoint.files_of(read_json(copy / MANIFEST_NAME))[name][1])
-    except NotWhole as problem:
+        with _locked(path.parents[1]):
+            _bring(location, path.parents[1], name, digest)
+    except (NotWhole, FileNotFoundError) as problem:
         raise UsageError(f"{location.url} is damaged: {problem}; use another checkpoint.") from problem
 
 

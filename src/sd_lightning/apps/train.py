@@ -19,7 +19,7 @@ from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.runs import PLAN
 
@@ -64,7 +64,9 @@ def _run(spec: RunSpec, prepare: Callable[[RunSpec], None] | None, uploads: RunU
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
         step = checkpoint.step_of(resume)
-        if spec["trainer.max_steps"] <= step and runs.is_finished(run_dir, step):
+        is_own_copy = far_runs.is_copy(resume) and runs.holds(run_dir, resume)
+        source = resume.parents[1] if is_own_copy else run_dir
+        if spec["trainer.max_steps"] <= step and runs.is_finished(source, step):
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
             if uploads is not None:  # the first time something was denied, perhaps
                 uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3))
@@ -186,8 +188,10 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None, uplo
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
     run_dir, settings = spec.output_dir, spec.yaml()
-    saving = checkpoints_of(trainer)
+    saving, url = checkpoints_of(trainer), spec.url
     saving.folder.open(overwrite=spec["overwrite"])
+    if url is not None and spec.resume is not None and far_runs.copy_folder(url) in spec.resume.parents:
+        far_runs.fetch_records(url, run_dir, who="output_dir")  # curves and pictures go on where they were
     if uploads is not None:
         uploads.open(keep=saving.keep, overwrite=spec["overwrite"])
         saving.uploads = uploads

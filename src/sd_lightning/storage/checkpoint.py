@@ -51,9 +51,14 @@ def step_of(checkpoint: str | os.PathLike[str]) -> int:
         UsageError: The folder is not named like a checkpoint.
     """
     name = Path(checkpoint).name
-    if not re.fullmatch(_STEP_NAME, name):
+    if not is_step(name):
         raise UsageError(f"{checkpoint} is not a checkpoint; expected a folder named like step-00000240.")
     return int(name.removeprefix("step-"))
+
+
+def is_step(name: str) -> bool:
+    """Return whether a folder is named like a checkpoint."""
+    return re.fullmatch(_STEP_NAME, name) is not None
 
 
 def is_portable(path: str | os.PathLike[str]) -> bool:
@@ -129,13 +134,11 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     """
     root = Path(checkpoint)
     try:
-        manifest = read_json(root / MANIFEST_NAME)
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        if manifest["sha256"] != _manifest_digest(manifest["files"]):
-            raise ValueError("its own checksum differs")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        return [f"{MANIFEST_NAME} {reason}"]
+        files = files_of(read_json(root / MANIFEST_NAME))
+    except FileNotFoundError:
+        return [f"{MANIFEST_NAME} is missing"]
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST_NAME} cannot be read ({error})"]
     problems = []
     digests: dict[_Inode, str] = {}
     for name, (size, digest) in files.items():
@@ -153,6 +156,22 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     return problems
 
 
+def files_of(manifest: Any) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 by name of the files that a manifest, as JSON, lists; the names are not checked.
+
+    Raises:
+        ValueError: It is no manifest of ours.
+    """
+    try:
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        digest = manifest["sha256"]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(repr(error)) from error
+    if digest != _manifest_digest(manifest["files"]):
+        raise ValueError("its own checksum differs")
+    return files
+
+
 def is_inside(name: str) -> bool:
     """Return whether a relative path stays in its folder, links aside."""
     return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
@@ -163,7 +182,7 @@ def all_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
     folder = Path(run_dir, "checkpoints")
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if re.fullmatch(_STEP_NAME, path.name)), key=step_of)
+    return sorted((path for path in folder.iterdir() if is_step(path.name)), key=step_of)
 
 
 def newest_valid(run_dir: str | os.PathLike[str], *, hash_up_to: int | None = None) -> Path | None:

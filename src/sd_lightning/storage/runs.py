@@ -26,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import atomic, checkpoint
+from sd_lightning.storage import atomic, checkpoint, far_runs
 from sd_lightning.storage.atomic import TEMPORARY, check_writable, unused
 from sd_lightning.storage.untrusted import read_json
 
@@ -269,8 +269,10 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough
     """Return the checkpoint that ``resume=`` selects.
 
     Args:
-        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
-        run_dir: The run's own directory.
+        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory, or
+            the URL of one. Of one in a bucket only small files are fetched; see
+            :mod:`~sd_lightning.storage.far_runs`.
+        run_dir: The run's own directory. If it stands for a URL, the bucket's newest checkpoint counts, too.
         who: Name of the setting, for the message.
         thorough: Hash all files. One process of a run does, and broadcasts the result in ``PortableCheckpoint.setup``.
             Before that, the others check only names, sizes and small files; they also hash all files if the run is
@@ -287,7 +289,9 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough
 
 def _find_checkpoint(resume: str, run_dir: Path, who: str, hash_up_to: int | None) -> Path | None:
     if resume == "auto":
-        return checkpoint.newest_valid(run_dir, hash_up_to=hash_up_to)
+        return far_runs.newer(run_dir, checkpoint.newest_valid(run_dir, hash_up_to=hash_up_to))
+    if far_runs.is_url(resume):
+        return far_runs.fetch(resume, who=who)
     path = Path(resume)
     if not path.exists():
         raise UsageError(f"{who}={resume}: no such folder; expected auto, a run or one of its checkpoints")
@@ -312,13 +316,14 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
 
     Args:
-        path: Any of the three. The newest valid checkpoint is used if the run is unfinished or was continued.
+        path: Any of the three. The newest valid checkpoint is used if the run is unfinished or was continued. Or the
+            URL of a run, a checkpoint or the pipeline in one: the newest whole checkpoint's pipeline is fetched.
         who: Name of the setting, for the message.
 
     Raises:
         UsageError: There is no pipeline.
     """
-    root = Path(path)
+    root = far_runs.fetch(os.fspath(path), who=who, pipeline=True) if far_runs.is_url(path) else Path(path)
     for candidate in (root, root / "pipeline"):
         if (candidate / "model_index.json").is_file():
             later = _newest_after(root, _finished_step(root)) if candidate != root else None
@@ -335,9 +340,13 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 
 
 def holds(run_dir: Path, path: Path) -> bool:
-    """Return whether a path lies in a run's directory; links are followed, also those of the run's parts."""
-    place = path.resolve()
-    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in NAMES)))
+    """Return whether a path lies in a run's directory; links are followed, also those of the run's parts.
+
+    So does a copy of what the bucket holds of the run.
+    """
+    place, url = path.resolve(), far_runs.url_of(run_dir)
+    copies = [] if url is None else [far_runs.copy_folder(url)]
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *copies, *(run_dir / n for n in NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:
@@ -435,6 +444,8 @@ def publish_pipeline(run_dir: Path, newest: Path) -> Path:
 
     Foreign files in that folder, such as a model card, are kept.
     """
+    if far_runs.is_copy(newest):  # the run was continued at its end, and has trained no step here
+        far_runs.fetch(far_runs.name_of(newest), who="resume", pipeline=True)
     final = run_dir / "pipeline"
     atomic.restore_replaced(run_dir, final.name)
     with atomic.new_folder(final) as tmp:

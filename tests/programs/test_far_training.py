@@ -129,7 +129,10 @@ def test_a_bucket_that_cannot_be_used_is_told_before_data_and_model(
     )
     bucket.delete(".lease.json")
     refusal("output_dir=s3://nowhere/a: cannot ", "the bucket does not exist", options=("output_dir=s3://nowhere/a",))
-    refusal("output_dir=s3://bucket: expected a folder in a bucket; write output_dir=s3://bucket/runs/a", options=("output_dir=s3://bucket",))
+    refusal(
+        "output_dir=s3://bucket: expected a folder in a bucket; write output_dir=s3://bucket/runs/a",
+        options=("output_dir=s3://bucket",),
+    )
     refusal("http://host/a: no place of a run", options=("output_dir=http://host/a",))
     monkeypatch.delenv("SD_LIGHTNING_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -138,6 +141,31 @@ def test_a_bucket_that_cannot_be_used_is_told_before_data_and_model(
     s3.deny("AccessDenied")
     refusal(f"output_dir={URL}: cannot create {URL}/.probe: access is denied", "s3:PutObject")
     assert not working_folder(URL).exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_machine(
+    bucket: Location, call_main: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call_main(train, *SMALL)[0] == 0
+    first = tree(bucket)
+    monkeypatch.setenv("SD_LIGHTNING_CACHE", str(tmp_path / "another"))
+    code, out = call_main(train, *SMALL, "resume=auto", "trainer.max_steps=6")
+    assert code == 0, out
+    files = tree(bucket)
+    assert_whole(files)
+    # What the rule keeps stays in the bucket, also if this machine never had it.
+    assert steps(bucket) == [4, 5, 6] and files.items() >= on_disk().items()
+    assert all(files[name] == data for name, data in first.items() if "checkpoints/step-00000004" in name)
+    assert json.loads(files["summary.json"])["steps"] == 6 and not any("set-aside" in name for name in files)
+
+
+@pytest.mark.slow
+def test_two_processes_of_one_machine(bucket: Location, call_main: Call) -> None:
+    run = started("strategy=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2")
+    out = run.communicate(timeout=200)[0]
+    assert run.returncode == 0, out
+    assert tree(bucket) == on_disk() and steps(bucket) == [1, 2]
 
 
 @pytest.mark.slow

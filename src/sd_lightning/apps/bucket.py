@@ -48,16 +48,15 @@ def in_bucket(spec: RunSpec) -> Iterator[RunUploads | None]:
         )
     location, folder = open_location(spec.url, key="output_dir"), spec.output_dir
     if not is_first_process():
-        _set_aside_another(folder, _mark(location))
+        _set_aside_another(folder, location)
         yield None
         return
     location.check_writable()
     lease = Lease(location, LEASE, f"output_dir={spec.url}", "run", _SILENCE)
     uploads = RunUploads(location, folder, lease)
     with lease.held():
-        mark = _mark(location)
-        _check_bucket(spec, location, is_run=mark is not None)
-        _set_aside_another(folder, mark)
+        _check_bucket(spec, location)
+        _set_aside_another(folder, location)
         try:
             yield uploads
         except (Exception, SystemExit) as error:
@@ -71,17 +70,10 @@ def in_bucket(spec: RunSpec) -> Iterator[RunUploads | None]:
             raise
 
 
-def _mark(location: Location) -> bytes | None:
-    try:
-        return location.read(runs.MARK)
-    except FileNotFoundError:
-        return None
-
-
-def _check_bucket(spec: RunSpec, location: Location, *, is_run: bool) -> None:
+def _check_bucket(spec: RunSpec, location: Location) -> None:
     """Check that the folder in the bucket is new, or that of a run that is to be continued or deleted."""
     names = [entry.name for entry in location.entries()]
-    if names and not is_run:
+    if names and location.size(runs.MARK) is None:
         shown = sorted({name.partition("/")[0] for name in names})
         raise UsageError(
             f"output_dir={spec.url} holds what no run of sd_lightning wrote and a run could replace: "
@@ -95,8 +87,9 @@ def _check_bucket(spec: RunSpec, location: Location, *, is_run: bool) -> None:
         )
 
 
-def _set_aside_another(folder: Path, mark: bytes | None) -> None:
+def _set_aside_another(folder: Path, location: Location) -> None:
     """Rename a folder on this machine that holds another run than the bucket, and mark the folder as that run's."""
+    mark = location.read(runs.MARK) if location.size(runs.MARK) else None
     with suppress(FileNotFoundError):
         if (folder / runs.MARK).read_bytes() != mark:
             aside = folder.rename(folder.with_name(f"{folder.name}-{secrets.token_hex(4)}"))

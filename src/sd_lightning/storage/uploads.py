@@ -84,7 +84,7 @@ class RunUploads:
         self.location.replace(runs.MARK, (self.folder / runs.MARK).read_bytes())
         for path in (checkpoint.checkpoint_path("", step) for step in whole_steps(self._far)):
             text = self.location.read((path / MANIFEST_NAME).as_posix())
-            with suppress(ValueError, LookupError, TypeError, AttributeError):  # else it is uploaded anew
+            with suppress(ValueError):  # else it is uploaded anew
                 files = _files(path, text)
                 if all(sizes.get(name) == size for name, (size, _) in files.items()):
                     self._far |= {name: digest for name, (_, digest) in files.items()}
@@ -143,6 +143,7 @@ class RunUploads:
             try:
                 self._sync()
             except FileNotFoundError:  # what was being uploaded was replaced or deleted
+                self._ending.wait(0.2)
                 self._wake.set()
             except Exception as error:  # the run goes on; `finish` tries again, and raises
                 newest = next(reversed(checkpoint.all_checkpoints(self.folder)), None)
@@ -274,5 +275,4 @@ def _vouches(name: str) -> bool:
 
 def _files(path: Path, manifest: bytes) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of a checkpoint's files, by their names in the run's folder."""
-    files = parse_json(manifest)["files"]
-    return {(path / name).as_posix(): (entry["size"], str(entry["sha256"])) for name, entry in files.items()}
+    return {(path / name).as_posix(): each for name, each in checkpoint.files_of(parse_json(manifest)).items()}

@@ -134,6 +134,10 @@ def test_a_bucket_that_cannot_be_used_is_told_before_data_and_model(
         options=("output_dir=s3://bucket",),
     )
     refusal("http://host/a: no place of a run", options=("output_dir=http://host/a",))
+    for name in (".sd_lightning", "checkpoints/step-00000003/manifest.json"):
+        bucket.create(name, b"{}")
+    for resume in ("resume=null", "resume=runs/other", "resume=s3://bucket/runs/ab"):
+        refusal(f"output_dir={URL} already holds a run; continue it with resume=auto", options=(resume,))
     monkeypatch.delenv("SD_LIGHTNING_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     nodes = ("trainer.num_nodes=2", "strategy=ddp", "trainer.accelerator=cpu")

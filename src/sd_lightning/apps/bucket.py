@@ -80,7 +80,9 @@ def _check_bucket(spec: RunSpec, location: Location) -> None:
             f"{', '.join(shown[:5])} ({len(names)} files in all); expected a folder that is new, empty or a run's; "
             f"write output_dir={spec.url}/run"
         )
-    if (whole_steps(names) or "summary.json" in names) and spec["resume"] is None and not spec["overwrite"]:
+    resume = str(spec["resume"])
+    goes_on = resume == "auto" or f"{far_runs.name_of(resume)}/".startswith(f"{spec.url}/")
+    if (whole_steps(names) or "summary.json" in names) and not goes_on and not spec["overwrite"]:
         raise UsageError(
             f"output_dir={spec.url} already holds a run; continue it with resume=auto, choose another output_dir=, or "
             "delete it with overwrite=true"

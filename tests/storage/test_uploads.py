@@ -206,6 +206,22 @@ def test_a_run_that_ends_in_the_middle_goes_on_where_it_was(s3: S3Server, bucket
     assert not s3.count("PUT", "step-00000001")  # what is whole there is not uploaded again
 
 
+def test_a_machine_that_comes_back_uploads_nothing_old(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    def saved_on(machine: str, *steps_: int) -> None:
+        run = Run(tmp_path / machine, bucket)
+        for step in steps_:
+            run.save(step)
+            run.uploads._sync()
+        run.uploads.finish(everything=True)
+
+    saved_on("a", 1, 2, 3)
+    saved_on("b", 4, 5, 6)
+    s3.requests.clear()
+    saved_on("a", 7)
+    assert steps(bucket) == [5, 6, 7] and not s3.count("PUT", "step-00000003")
+    assert_consistent(tree(bucket))
+
+
 def test_the_newest_checkpoint_comes_next_and_those_in_between_are_skipped(
     s3: S3Server, bucket: Location, tmp_path: Path
 ) -> None:

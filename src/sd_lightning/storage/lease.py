@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.untrusted import parse_json
@@ -102,7 +104,9 @@ class Lease:
             age, pid = time.time() - float(holder["time"]), int(holder["pid"])
         except (LookupError, ValueError, TypeError):
             return
-        if age < self.silence and (holder.get("host") != socket.gethostname() or _is_alive(pid)):
+        is_here = holder.get("host") == socket.gethostname()
+        is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # as far as this machine knows; or an earlier job
+        if age < self.silence and not (is_here and is_dead):
             raise UsageError(
                 f"{self.who}: another {self.job} ({_process(holder)}) writes to it, last sign of life "
                 f"{max(age, 0):.0f} s ago; expected one {self.job} at a time; wait for it, or end it. If it is dead, "
@@ -113,15 +117,3 @@ class Lease:
 def _process(holder: dict[str, Any]) -> str:
     is_here = holder.get("host") == socket.gethostname()
     return f"process {holder.get('pid')} of {'this machine' if is_here else holder.get('host')}"
-
-
-def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # an earlier job of this process
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -121,7 +121,7 @@ class RunUploads:
             self._thread.join()
         try:
             self._sync(everything=everything)
-        except (UsageError, OSError) as error:
+        except (UsageError, OSError, ValueError) as error:
             here, there = map(checkpoint.step_of, checkpoint.all_checkpoints(self.folder)), whole_steps(self._far)
             missing = ", ".join(str(step) for step in here if step not in there)
             raise UsageError(
@@ -162,12 +162,15 @@ class RunUploads:
             self._set_aside(self._back_to)
             self._back_to = None
         paths = checkpoint.all_checkpoints(self.folder)
+        steps = {*whole_steps(self._far), *map(checkpoint.step_of, paths)}
+        kept = sorted(steps)[-self._keep :]  # older ones may be here if another machine has continued the run
         for path in reversed(paths if everything else paths[-1:]):
-            self.busy = path
-            try:
-                self._upload_checkpoint(path)
-            finally:
-                self.busy = None
+            if checkpoint.step_of(path) in kept:
+                self.busy = path
+                try:
+                    self._upload_checkpoint(path)
+                finally:
+                    self.busy = None
         self._upload_rest()
         self._prune({path.name for path in paths}, newest=paths[-1].name if paths else None)
 
@@ -258,7 +261,8 @@ class RunUploads:
         for name, match in ((name, _STEP.fullmatch(name)) for name in self._far):
             if match and checkpoint.step_of(match[1]) > step:
                 moves[name] = f"checkpoints/set-aside-{match[1]}-{token}/{match[2]}"
-        if _SUMMARY in self._far and (step == 0 or parse_json(self.location.read(_SUMMARY))["steps"] > step):
+        steps = re.search(rb'"steps": (\d+)', self.location.read(_SUMMARY)) if _SUMMARY in self._far else None
+        if steps is not None and (step == 0 or int(steps[1]) > step):
             results = [name for name in self._far if name.startswith((_PIPELINE, _REPORT, _SUMMARY))]
             moves |= {name: f"checkpoints/set-aside-{token}-{name}" for name in results}
         if moves:

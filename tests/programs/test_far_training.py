@@ -225,8 +225,7 @@ def test_sigterm_waits_for_the_upload_of_the_last_checkpoint(s3: S3Server, bucke
     assert_whole(tree(bucket))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.full("cluster")
 def test_kills_at_any_moment_leave_whole_checkpoints(s3: S3Server, bucket: Location) -> None:
     s3.fail("PUT", "/state/", delay=0.3)
     last = 0

@@ -314,6 +314,21 @@ def test_a_lease_is_taken_over_when_its_job_is_dead(bucket: Location, monkeypatc
         assert bucket.size(".lease.json") is None
 
 
+def test_a_run_waits_until_another_machine_is_silent(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    held = {"host": "gpu-7", "pid": 12, "time": time.time() + 3600, "token": "x"}  # by a clock that is an hour ahead
+    bucket.replace(".lease.json", json.dumps(held).encode())
+    begin = time.monotonic()
+    with Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=0.5, waits=True).held():
+        assert 0.5 <= time.monotonic() - begin < 5 and json.loads(bucket.read(".lease.json"))["host"] != "gpu-7"
+    bucket.replace(".lease.json", json.dumps(held).encode())
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda _: bucket.replace(".lease.json", json.dumps(held | {"time": time.time()}).encode())
+    )
+    living = Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150, waits=True)
+    refusal(living.held().__enter__, f"output_dir={URL}: another run (process 12 of gpu-7)", "0 s ago", "wait for it")
+
+
 def test_a_run_that_lost_its_lease_writes_no_more(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", bucket)
     run.save(1)

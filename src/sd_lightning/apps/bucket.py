@@ -52,7 +52,7 @@ def in_bucket(spec: RunSpec) -> Iterator[RunUploads | None]:
         yield None
         return
     location.check_writable()
-    lease = Lease(location, LEASE, f"output_dir={spec.url}", "run", _SILENCE)
+    lease = Lease(location, LEASE, f"output_dir={spec.url}", "run", _SILENCE, waits=True)
     uploads = RunUploads(location, folder, lease)
     with lease.held():
         _check_bucket(spec, location)

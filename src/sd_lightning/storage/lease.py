@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 BEAT = 30.0
 """Seconds between two signs of life of a job."""
+LOOK = 2.0
+"""Seconds between two looks at the lease of a job that may be dead."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Lease:
     """What holds it, for messages: ``"precompute job"``."""
     silence: float = 600.0
     """Seconds without a sign of life after which a job counts as dead."""
+    waits: bool = False
+    """Whether to wait for the silence of a job on another machine, which is refused at its next sign of life."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @contextmanager
@@ -98,20 +102,29 @@ class Lease:
             return {}  # it has just ended, or was cut off
 
     def _check_dead(self) -> None:
-        """Raise if the job that holds the lease is alive."""
-        holder = self._holder()
-        try:
-            age, pid = time.time() - float(holder["time"]), int(holder["pid"])
-        except (LookupError, ValueError, TypeError):
-            return
-        is_here = holder.get("host") == socket.gethostname()
-        is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # as far as this machine knows; or an earlier job
-        if age < self.silence and not (is_here and is_dead):
-            raise UsageError(
-                f"{self.who}: another {self.job} ({_process(holder)}) writes to it, last sign of life "
-                f"{max(age, 0):.0f} s ago; expected one {self.job} at a time; wait for it, or end it. If it is dead, "
-                f"delete {self.location.url}/{self.name}, or wait until it was silent for {self.silence:.0f} s"
-            )
+        """Raise if the job that holds the lease is alive; of one on another machine, wait for the next sign of life."""
+        first, begin = self._holder(), time.monotonic()
+        holder = first
+        while True:
+            try:
+                age, pid = time.time() - float(holder["time"]), int(holder["pid"])
+            except (LookupError, ValueError, TypeError):
+                return
+            is_here = holder.get("host") == socket.gethostname()
+            is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # or an earlier job of this process
+            if max(age, time.monotonic() - begin) >= self.silence or (is_here and is_dead):
+                return
+            who = f"{self.who}: another {self.job} ({_process(holder)})"
+            if is_here or not self.waits or holder["time"] != first["time"]:
+                raise UsageError(
+                    f"{who} writes to it, last sign of life {max(age, 0):.0f} s ago; expected one {self.job} at a "
+                    f"time; wait for it, or end it. If it is dead, delete {self.location.url}/{self.name}, or wait "
+                    f"until it was silent for {self.silence:.0f} s"
+                )
+            if holder is first:
+                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, self.silence - age)
+            time.sleep(LOOK)
+            holder = self._holder()
 
 
 def _process(holder: dict[str, Any]) -> str:

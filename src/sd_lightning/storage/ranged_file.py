@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.location import Location
@@ -37,7 +37,7 @@ class RangedFile:
     """
 
     def __init__(self, location: Location, name: str, folder: Path) -> None:
-        self.handle: IO[Any] = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self.handle: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
         self._location, self._name = location, name
         self._here: list[Span] = []
         """What is here, in order, without overlaps."""

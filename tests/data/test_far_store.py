@@ -24,11 +24,10 @@ from sd_lightning.data.loading import LookAhead
 from sd_lightning.data.sources import latents as latents_source
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import choose_recipe
-from sd_lightning.data.store import layout
 from sd_lightning.data.store import reader as reader_module
 from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.upkeep import Pruning, broken_files
-from sd_lightning.storage import object_store
+from sd_lightning.storage import lease, object_store
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
 from small_store import (
@@ -188,7 +187,7 @@ class TestTwoJobs:
 
     def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(self, far, photos, monkeypatch):
         folder = latents_of(far).folder
-        monkeypatch.setattr(layout, "_BEAT", 0.05)
+        monkeypatch.setattr(lease, "BEAT", 0.05)
         with latents_of(far).locked():
             first = json.loads(folder.read("job.json"))
             time.sleep(0.5)
@@ -202,7 +201,7 @@ class TestTwoJobs:
         assert folder.size("job.json") is None
 
     def test_a_sign_of_life_that_fails_does_not_end_them(self, s3, far, monkeypatch, caplog):
-        monkeypatch.setattr(layout, "_BEAT", 0.02)
+        monkeypatch.setattr(lease, "BEAT", 0.02)
         folder = latents_of(far).folder
         with latents_of(far).locked():
             begin = json.loads(folder.read("job.json"))["time"]

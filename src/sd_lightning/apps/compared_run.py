@@ -15,7 +15,7 @@ from typing import Any
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.settings import preset_name
 from sd_lightning.report.metrics import Series, read_metrics, smoothed
-from sd_lightning.storage import runs
+from sd_lightning.storage import atomic, far_runs, runs
 from sd_lightning.storage.untrusted import read_json, read_yaml
 
 RATE, PEAK, LOSS = "perf/images_per_second", "perf/peak_memory_gib", "train/loss"
@@ -152,12 +152,17 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def _folder(text: str) -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run, or of what is fetched of a run in a bucket.
 
     Raises:
         UsageError: There is no such folder, or it is no run.
     """
-    path = Path(text)
+    if far_runs.is_url(text):
+        path = far_runs.records_folder(text)
+        with atomic.new_folder(path) as tmp:
+            far_runs.fetch_records(text, tmp, who="runs", wanted=_is_compared)
+    else:
+        path = Path(text)
     if not text or not path.exists():
         beside = path.parent if path.parent.is_dir() else Path("runs")
         runs = {each.name: str(each) for each in sorted(beside.glob("*")) if _is_run(each)}
@@ -173,6 +178,10 @@ def _folder(text: str) -> Path:
         remedy = f"write {' '.join(meant)}" if meant else "give the output_dir of a training"
         raise UsageError(f"compare got {text}, which is no run: it has neither its mark nor its files; {remedy}")
     return path
+
+
+def _is_compared(name: str) -> bool:
+    return name in ("config.yaml", "summary.json", runs.PLAN) or name.endswith("/metrics.csv")
 
 
 def _is_run(folder: Path) -> bool:

@@ -28,7 +28,7 @@ from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
 from sd_lightning.models.pipeline_folder import read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
-from sd_lightning.storage import atomic, checkpoint, runs, streamed_tensor
+from sd_lightning.storage import atomic, checkpoint, far_runs, runs, streamed_tensor
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -112,7 +112,7 @@ def run(cfg: DictConfig) -> int:
         with complete_or_absent(output_dir, setting=f"output_dir={request.output_dir}") as folder:
             write(source, model, folder, request)
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
-    print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")
+    print(f"{far_runs.name_of(source.checkpoint or source.pipeline)} -> {request.output_dir} ({size / 1e9:.3g} GB)")
     if request.format == "single_file":
         file = f"{request.output_dir}/{SINGLE_FILE_NAME}"
         print(f"diffusers: from_single_file('{file}', config='{request.output_dir}/config')")
@@ -123,16 +123,16 @@ def run(cfg: DictConfig) -> int:
 
 
 def find_source(path: str | os.PathLike[str]) -> ExportSource:
-    """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder.
+    """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder, here or in a bucket.
 
     Raises:
         UsageError: There is none, or the checkpoint is damaged.
     """
-    root = Path(path)
+    root = far_runs.fetch(os.fspath(path), who="run", pipeline=True) if far_runs.is_url(path) else Path(path)
     if (root / "model_index.json").is_file():
         return ExportSource(root)
     if (root / checkpoint.MANIFEST_NAME).is_file():
-        problems = checkpoint.verify(root)
+        problems = [] if far_runs.is_copy(root) else checkpoint.verify(root)  # copies are, as they are fetched
         if problems:
             raise UsageError(
                 f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.storage import runs
+from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
 from sd_lightning.storage.untrusted import parse_json
 
@@ -89,7 +90,7 @@ class GenerationRequest(SamplingOptions):
             )
         super().__post_init__()
 
-    @property
+    @cached_property
     def source(self) -> str | Path:
         return self.model.pretrained or runs.find_pipeline(str(self.run), who="run")
 
@@ -127,7 +128,7 @@ def run(cfg: DictConfig) -> int:
     if request.quantization is not None:
         print_memory(model, request, len(prompts), device)
     settings = {
-        "model": str(request.source),
+        "model": far_runs.name_of(request.source),
         "negative_prompt": negative_prompt,
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale,

@@ -14,6 +14,7 @@ import torch
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.far_runs import name_of
 from sd_lightning.storage.runs import PLAN
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
     if trainer.is_global_zero:
         folder.lock()
         runs.go_back(folder.path, trainer.global_step)  # fit does this too, if it has steps to train
+        if (uploads := checkpoints_of(trainer).uploads) is not None:
+            uploads.begin(trainer.global_step)
     try:
         yield
     finally:
@@ -82,7 +85,8 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
         return EXIT_INTERRUPTED if is_stopped else 0
     if is_stopped:
         step, at = trainer.global_step, None if saved is None else checkpoint.step_of(saved)
-        state = f"saved {saved}" if at == step else f"not saved, since its loss is not finite; the last is {saved}"
+        name = saved and name_of(saved)
+        state = f"saved {name}" if at == step else f"not saved, since its loss is not finite; the last is {name}"
         print(f"stopped by a signal at step {step}; {state}; resume=auto continues")
         return EXIT_INTERRUPTED
     assert saved is not None
@@ -92,8 +96,8 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     summary |= {
         "bad_samples": len(bad_samples),
         "bad_sample_names": sorted(bad_samples)[:100],
-        "checkpoint": str(saved),
-        "pipeline": str(pipeline),
+        "checkpoint": name_of(saved),
+        "pipeline": name_of(pipeline),
     }
     on_cpu = trainer.strategy.root_device.type == "cpu"
     summary["plan"] = _against_plan(run_dir / PLAN, summary, on_cpu=on_cpu)
@@ -174,7 +178,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return the summary's lines for the console."""
     rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
     accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
-    pipeline = summary["pipeline"]
+    pipeline = run_dir / "pipeline"
     measured = f"not measured: {summary['no_caption_gap']}"
     lora = f"; then pipeline.load_lora_weights('{pipeline}')" if Path(pipeline, LORA_NAME).is_file() else ""
     shown = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import checkpoint
+from sd_lightning.storage import checkpoint, far_runs
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -108,6 +108,12 @@ class RunSpec:
         from omegaconf import OmegaConf
 
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        place = settings.get("output_dir")
+        if isinstance(place, str) and "://" in place and not place.startswith("file://"):
+            if len(place.strip("/").split("/")) < 4:
+                refuse("output_dir", place, "a folder in a bucket", f"{place.rstrip('/')}/runs/a")
+            starts = {key: settings[key] for key in ("resume", "init_from") if key in settings}  # others' runs
+            settings = _replaced(settings, place, str(far_runs.working_folder(place))) | starts
         return cls(settings, frozenset(_conf.overridden_keys()))
 
     def __getitem__(self, path: str) -> Any:
@@ -227,8 +233,13 @@ class RunSpec:
 
     @property
     def output_dir(self) -> Path:
-        """Folder of the run."""
+        """Folder of the run; on this machine, also if the run is in a bucket."""
         return Path(self["output_dir"])
+
+    @property
+    def url(self) -> str | None:
+        """Where the run is if ``output_dir`` is in an object store."""
+        return far_runs.url_of(self.output_dir)
 
     @property
     def starts_from_lightning(self) -> bool:
@@ -288,7 +299,17 @@ class RunSpec:
         """Return the settings as ``config.yaml``."""
         from omegaconf import OmegaConf
 
-        return OmegaConf.to_yaml(OmegaConf.create(dict(self.settings)))
+        settings = _replaced(self.settings, self["output_dir"], far_runs.name_of(self["output_dir"]))
+        return OmegaConf.to_yaml(OmegaConf.create(dict(settings)))
+
+
+def _replaced(node: Any, old: str, new: str) -> Any:
+    """Return settings in which a run has another folder; also the folder for class images, which lies beside it."""
+    if isinstance(node, Mapping):
+        return {key: _replaced(value, old, new) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_replaced(value, old, new) for value in node]
+    return new if node == old else f"{new}-class-images" if node == f"{old}-class-images" else node
 
 
 def target_of(factory: Callable[..., Any]) -> Any:

@@ -14,11 +14,12 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
+from sd_lightning.apps.bucket import in_bucket
 from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.runs import PLAN
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.planner.choice import PlanChoice
+    from sd_lightning.storage.uploads import RunUploads
     from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
@@ -50,12 +52,24 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
     use_expandable_segments()
+    with in_bucket(spec) as uploads:
+        code = _run(spec, prepare, uploads)
+        if uploads is not None:
+            uploads.finish(everything=code == 0)
+    return code
+
+
+def _run(spec: RunSpec, prepare: Callable[[RunSpec], None] | None, uploads: RunUploads | None) -> int:
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
         step = checkpoint.step_of(resume)
-        if spec["trainer.max_steps"] <= step and runs.is_finished(run_dir, step):
+        is_own_copy = far_runs.is_copy(resume) and runs.holds(run_dir, resume)
+        source = resume.parents[1] if is_own_copy else run_dir
+        if spec["trainer.max_steps"] <= step and runs.is_finished(source, step):
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
+            if uploads is not None:  # the first time something was denied, perhaps
+                uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3))
             return 0
     quiet_libraries()
     if spec.left_to_planner():
@@ -77,7 +91,7 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     datamodule = spec.build("data")
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
-    open_run(spec, trainer, choice)
+    open_run(spec, trainer, choice, uploads)
     from sd_lightning.strategies.processes.group import process_group_shutdown
 
     with process_group_shutdown(trainer):
@@ -169,12 +183,18 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         )
 
 
-def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None) -> None:
+def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None, uploads: RunUploads | None = None) -> None:
     """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
     run_dir, settings = spec.output_dir, spec.yaml()
-    checkpoints_of(trainer).folder.open(overwrite=spec["overwrite"])
+    saving, url = checkpoints_of(trainer), spec.url
+    saving.folder.open(overwrite=spec["overwrite"])
+    if url is not None and spec.resume is not None and far_runs.copy_folder(url) in spec.resume.parents:
+        far_runs.fetch_records(url, run_dir, who="output_dir")  # curves and pictures go on where they were
+    if uploads is not None:
+        uploads.open(keep=saving.keep, overwrite=spec["overwrite"])
+        saving.uploads = uploads
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
         tmp.write_text(settings)
     if choice is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.quantization.int8 import FORMAT, QUANT_METHOD, QUANTIZATION
-from sd_lightning.storage import untrusted
+from sd_lightning.storage import far_runs, runs, untrusted
 from sd_lightning.storage.safetensors_file import shard_names
 
 _CODE_KEYS = (
@@ -28,7 +28,7 @@ _AGAIN = "copy or download that file again"
 
 
 def find_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
-    """Return the folder of a pipeline, downloading it if ``name`` is a repository id of the hub.
+    """Return the folder of a pipeline, downloading it if ``name`` is a repository id of the hub, or a run in a bucket.
 
     Raises:
         UsageError: The pipeline does not exist.
@@ -59,6 +59,8 @@ def find_configs(name: str | Path, *, revision: str | None) -> Path:
 
 
 def _find(name: str | Path, download: Callable[[str], str]) -> Path:
+    if far_runs.is_url(name):
+        return runs.find_pipeline(name, who="model.pretrained")
     root = Path(name).expanduser()
     if (root / "model_index.json").is_file():
         return root

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,14 @@ def step_of(checkpoint: str | os.PathLike[str]) -> int:
         UsageError: The folder is not named like a checkpoint.
     """
     name = Path(checkpoint).name
-    if not re.fullmatch(_STEP_NAME, name):
+    if not is_step(name):
         raise UsageError(f"{checkpoint} is not a checkpoint; expected a folder named like step-00000240.")
     return int(name.removeprefix("step-"))
+
+
+def is_step(name: str) -> bool:
+    """Return whether a folder is named like a checkpoint."""
+    return re.fullmatch(_STEP_NAME, name) is not None
 
 
 def is_portable(path: str | os.PathLike[str]) -> bool:
@@ -129,13 +134,11 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     """
     root = Path(checkpoint)
     try:
-        manifest = read_json(root / MANIFEST_NAME)
-        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        if manifest["sha256"] != _manifest_digest(manifest["files"]):
-            raise ValueError("its own checksum differs")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        return [f"{MANIFEST_NAME} {reason}"]
+        files = files_of(read_json(root / MANIFEST_NAME))
+    except FileNotFoundError:
+        return [f"{MANIFEST_NAME} is missing"]
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST_NAME} cannot be read ({error})"]
     problems = []
     digests: dict[_Inode, str] = {}
     for name, (size, digest) in files.items():
@@ -153,6 +156,22 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     return problems
 
 
+def files_of(manifest: Any) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 by name of the files that a manifest, as JSON, lists; the names are not checked.
+
+    Raises:
+        ValueError: It is no manifest of ours.
+    """
+    try:
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        digest = manifest["sha256"]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(repr(error)) from error
+    if digest != _manifest_digest(manifest["files"]):
+        raise ValueError("its own checksum differs")
+    return files
+
+
 def is_inside(name: str) -> bool:
     """Return whether a relative path stays in its folder, links aside."""
     return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
@@ -163,7 +182,7 @@ def all_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
     folder = Path(run_dir, "checkpoints")
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if re.fullmatch(_STEP_NAME, path.name)), key=step_of)
+    return sorted((path for path in folder.iterdir() if is_step(path.name)), key=step_of)
 
 
 def newest_valid(run_dir: str | os.PathLike[str], *, hash_up_to: int | None = None) -> Path | None:
@@ -183,7 +202,7 @@ def newest_valid(run_dir: str | os.PathLike[str], *, hash_up_to: int | None = No
 
 
 def prune(
-    run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None, also: Path | None = None
+    run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None, also: Collection[Path | None] = ()
 ) -> list[Path]:
     """Delete all but the newest checkpoints of a run; the newest valid one and the trusted one always stay.
 
@@ -191,7 +210,7 @@ def prune(
         run_dir: The run's directory.
         keep: How many to keep, at least 1.
         trusted: A checkpoint known to be valid (just committed); it is not read again.
-        also: Another checkpoint to keep.
+        also: Other checkpoints to keep.
 
     Returns:
         The deleted checkpoints.
@@ -202,7 +221,7 @@ def prune(
     if not removed:
         return []
     needed = {trusted} if trusted in paths[-keep:] else {trusted, newest_valid(run_dir)}
-    removed = [path for path in removed if path not in {*needed, also}]
+    removed = [path for path in removed if path not in {*needed, *also}]
     for path in removed:
         atomic.delete_folder(path)
     return removed
@@ -300,7 +319,7 @@ def _write_manifest(tmp: Path, known: Mapping[str, str]) -> None:
     unknown = sorted(known.keys() - set(names))
     if unknown:
         raise ValueError(f"{tmp} has no file {unknown[0]!r}, for which a checksum was given.")
-    digests = _linked_digests(tmp.parent.parent)
+    digests = linked_digests(tmp.parent.parent)
     files = {
         name: {"size": (tmp / name).stat().st_size, "sha256": known.get(name) or _digest(tmp / name, digests)}
         for name in names
@@ -309,7 +328,7 @@ def _write_manifest(tmp: Path, known: Mapping[str, str]) -> None:
     (tmp / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def _linked_digests(run_dir: Path) -> dict[_Inode, str]:
+def linked_digests(run_dir: Path) -> dict[_Inode, str]:
     """Return the checksums, by inode, of the newest checkpoint's files with several hard links.
 
     A frozen encoder that every checkpoint links is hashed once in a run. If such a file is altered in place, its old

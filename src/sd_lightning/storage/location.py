@@ -77,8 +77,21 @@ class Location(ABC):
         """
 
     @abstractmethod
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a small file, whether or not it exists; readers see the old or the new content."""
+    def replace(self, name: str, data: bytes | Path) -> None:
+        """Write a file, whether or not it exists; readers see the old or the new content.
+
+        Args:
+            name: The file to write.
+            data: Its content, or a local file that holds it.
+        """
+
+    @abstractmethod
+    def copy(self, source: str, name: str) -> None:
+        """Copy one file of this location to another, which is replaced; object stores do it by themselves.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -186,13 +199,16 @@ class LocalFolder(Location):
             ) from error
         return True
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes | Path) -> None:
         path = self.folder / name
         with self._explained("write", name):
             _make_folder(path.parent)
             with new_file(path) as tmp:
-                tmp.write_bytes(data)
+                _write(tmp, data)
             sync(path.parent)
+
+    def copy(self, source: str, name: str) -> None:
+        self.replace(name, self.folder / source)
 
     def delete(self, name: str) -> None:
         with self._explained("delete", name):

@@ -191,9 +191,14 @@ class ObjectStore(Location):
                 f"{who}: cannot {verb} {self._url(name)}: there is no such bucket; create it, or correct the URL."
             ) from error
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes | Path) -> None:
         self.connection.provider.check_can_write(self.connection.who)
         self._written("write", name, lambda file_system, path: _upload(file_system, path, data))
+
+    def copy(self, source: str, name: str) -> None:
+        self.connection.provider.check_can_write(self.connection.who)
+        origin = self._url(source).partition("://")[2]
+        self._call("copy to", name, lambda file_system, path: file_system.cp_file(origin, path))
 
     def delete(self, name: str) -> None:
         self.connection.provider.check_can_write(self.connection.who)

@@ -133,6 +133,9 @@ class S3Files:
             for file in page.get("Contents", [])
         }
 
+    def cp_file(self, source: str, path: str) -> None:
+        self.client.copy(_where(source), **_where(path))  # in parts if it is large
+
     def rm_file(self, path: str) -> None:
         self.client.delete_object(**_where(path))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import atomic, checkpoint
+from sd_lightning.storage import atomic, checkpoint, far_runs
 from sd_lightning.storage.atomic import TEMPORARY, check_writable, unused
 from sd_lightning.storage.untrusted import read_json
 
@@ -41,7 +41,7 @@ LOCK = ".lock"
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
-_NAMES = (
+NAMES = (
     *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
     *("report.html", "memory_timeline.json", PLAN),
 )
@@ -54,6 +54,7 @@ _WRITTEN = (
     *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
+_PIPELINE_FILES = r"pipeline/(model_index\.json|[^/]*\.safetensors|[^/]+/.*\.(json|txt|model|safetensors))"
 _SHOWN = 5
 
 
@@ -87,7 +88,7 @@ class RunFolder:
         self.lock()
         try:
             check_ours(self.path, key=key, others=others)  # again, now that no other run can begin
-            mark(self.path)
+            mark(self.path, anew=overwrite)
             if overwrite:
                 delete_written(self.path)
         except BaseException:
@@ -151,14 +152,19 @@ def is_run(folder: Path) -> bool:
     return _mark(folder) is not None
 
 
-def mark(run_dir: Path) -> None:
-    """Mark a folder as a run's; the mark is written atomically.
+def mark(run_dir: Path, *, anew: bool = False) -> None:
+    """Mark a folder as a run's; the mark is written atomically, with an id by which copies of the run are known.
+
+    Args:
+        run_dir: The folder.
+        anew: Replace the mark of an earlier run.
 
     Raises:
         OSError: It cannot be written.
     """
-    if _mark(run_dir) is None:
-        content = {"format": _FORMAT, "what": "a run of sd_lightning; overwrite=true deletes what it wrote"}
+    if anew or _mark(run_dir) is None:
+        what = "a run of sd_lightning; overwrite=true deletes what it wrote"
+        content = {"format": _FORMAT, "what": what, "id": secrets.token_hex(8)}
         with atomic.new_file(run_dir / MARK) as tmp:
             tmp.write_text(json.dumps(content), encoding="utf-8")
 
@@ -241,6 +247,14 @@ def delete_written(run_dir: Path) -> None:
             folder.rmdir()
 
 
+def is_written(name: str) -> bool:
+    """Return whether a run writes a file of this name, relative to its folder."""
+    if name.startswith("pipeline/"):  # foreign files, such as a model card, are kept there
+        return re.fullmatch(_PIPELINE_FILES, name) is not None
+    patterns = [pattern.replace("**/", "*") for pattern in _WRITTEN]
+    return _matches(name, patterns) or _matches(name, [f"{pattern}/*" for pattern in patterns])
+
+
 def added_to(pipeline: Path) -> list[Path]:
     """Return the foreign files in a pipeline's folder, such as a model card."""
     try:
@@ -255,8 +269,10 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough
     """Return the checkpoint that ``resume=`` selects.
 
     Args:
-        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
-        run_dir: The run's own directory.
+        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory, or
+            the URL of one. Of one in a bucket only small files are fetched; see
+            :mod:`~sd_lightning.storage.far_runs`.
+        run_dir: The run's own directory. If it stands for a URL, the bucket's newest checkpoint counts, too.
         who: Name of the setting, for the message.
         thorough: Hash all files. One process of a run does, and broadcasts the result in ``PortableCheckpoint.setup``.
             Before that, the others check only names, sizes and small files; they also hash all files if the run is
@@ -273,7 +289,9 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough
 
 def _find_checkpoint(resume: str, run_dir: Path, who: str, hash_up_to: int | None) -> Path | None:
     if resume == "auto":
-        return checkpoint.newest_valid(run_dir, hash_up_to=hash_up_to)
+        return far_runs.newer(run_dir, checkpoint.newest_valid(run_dir, hash_up_to=hash_up_to))
+    if far_runs.is_url(resume):
+        return far_runs.fetch(resume, who=who)
     path = Path(resume)
     if not path.exists():
         raise UsageError(f"{who}={resume}: no such folder; expected auto, a run or one of its checkpoints")
@@ -298,13 +316,14 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
 
     Args:
-        path: Any of the three. The newest valid checkpoint is used if the run is unfinished or was continued.
+        path: Any of the three. The newest valid checkpoint is used if the run is unfinished or was continued. Or the
+            URL of a run, a checkpoint or the pipeline in one: the newest whole checkpoint's pipeline is fetched.
         who: Name of the setting, for the message.
 
     Raises:
         UsageError: There is no pipeline.
     """
-    root = Path(path)
+    root = far_runs.fetch(os.fspath(path), who=who, pipeline=True) if far_runs.is_url(path) else Path(path)
     for candidate in (root, root / "pipeline"):
         if (candidate / "model_index.json").is_file():
             later = _newest_after(root, _finished_step(root)) if candidate != root else None
@@ -321,9 +340,13 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 
 
 def holds(run_dir: Path, path: Path) -> bool:
-    """Return whether a path lies in a run's directory; links are followed, also those of the run's parts."""
-    place = path.resolve()
-    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in _NAMES)))
+    """Return whether a path lies in a run's directory; links are followed, also those of the run's parts.
+
+    So does a copy of what the bucket holds of the run.
+    """
+    place, url = path.resolve(), far_runs.url_of(run_dir)
+    copies = [] if url is None else [far_runs.copy_folder(url)]
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *copies, *(run_dir / n for n in NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:
@@ -421,6 +444,8 @@ def publish_pipeline(run_dir: Path, newest: Path) -> Path:
 
     Foreign files in that folder, such as a model card, are kept.
     """
+    if far_runs.is_copy(newest):  # the run was continued at its end, and has trained no step here
+        far_runs.fetch(far_runs.name_of(newest), who="resume", pipeline=True)
     final = run_dir / "pipeline"
     atomic.restore_replaced(run_dir, final.name)
     with atomic.new_folder(final) as tmp:

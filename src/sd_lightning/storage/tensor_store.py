@@ -19,21 +19,27 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import TensorRange
+from sd_lightning.storage import far_runs
+from sd_lightning.storage.ranged_file import RangedFile, Span, joined
 from sd_lightning.storage.safetensors_file import (
     DTYPE_OF_NAME,
     NAME_OF_DTYPE,
     SLICE_BYTES,
+    Column,
     HostBuffer,
     OpenFile,
     bytes_of,
     flat_blocks,
     open_safetensors,
     read_exactly,
+    read_header,
 )
 from sd_lightning.storage.streamed_tensor import StreamedTensor, tensors_in, write_file
 from sd_lightning.storage.untrusted import read_json
 
 INDEX_NAME = "index.json"
+_MOSTLY = 0.9
+"""If so much of a file in a bucket is needed, all of it is fetched: it is hashed then, and all processes share it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class ShardedTensors:
     """Reader of flat ranges of a store's named tensors (not thread-safe).
 
     Args:
-        directory: Holds ``index.json`` and the safetensors files it names.
+        directory: Holds ``index.json`` and the safetensors files it names. Of the copy of a checkpoint in a bucket
+            (:mod:`sd_lightning.storage.far_runs`) these may be missing: ranges are fetched as they are read.
         files: Ordinary safetensors files in it, such as a pipeline's, to read instead of a store.
 
     Raises:
@@ -74,6 +81,8 @@ class ShardedTensors:
         self.directory = Path(directory)
         self._buffer = HostBuffer()
         self._files: dict[str, OpenFile] = {}
+        self._ranged: dict[str, RangedFile] = {}
+        """Of the open files those that are in a bucket."""
         self._stored = _read_index(self.directory / INDEX_NAME) if files is None else _read_headers(directory, files)
 
     def keys(self) -> list[str]:
@@ -122,6 +131,32 @@ class ShardedTensors:
                 if not direct:
                     block.copy_(host)
 
+    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Fetch what will be read from a bucket, in few requests; nothing is done for files that are here.
+
+        Args:
+            ranges: Keys, with the flat range ``[begin, end)`` of each.
+
+        Raises:
+            UsageError: As for :meth:`read_into`, or the bucket cannot be read.
+        """
+        if not far_runs.is_copy(self.directory):
+            return
+        spans: dict[str, list[Span]] = {}
+        for key, begin, end in ranges:
+            itemsize = self.dtype(key).itemsize
+            for piece, start, stop in self._spans(key, begin, end):
+                at = self._column(key, piece).begin - piece.begin * itemsize
+                spans.setdefault(piece.file, []).append((at + start * itemsize, at + stop * itemsize))
+        for name in spans.keys() & self._ranged.keys():
+            wanted, header = joined(spans[name], 0), self._files[name].header
+            if sum(end - begin for begin, end in wanted) < _MOSTLY * (header.end - header.begin):
+                self._ranged[name].fetch(wanted)
+                continue
+            far_runs.fetch_file(self.directory / name)
+            self._ranged.pop(name).handle.close()
+            self._files[name] = open_safetensors(self.directory / name)
+
     def streamed(self, key: str) -> StreamedTensor:
         """Return a tensor for a writer; the store must stay open until it is written."""
         stored = self._entry(key)
@@ -137,6 +172,7 @@ class ShardedTensors:
 
     def close(self) -> None:
         """Close the files."""
+        self._ranged.clear()
         while self._files:
             self._files.popitem()[1].handle.close()
 
@@ -171,19 +207,33 @@ class ShardedTensors:
             )
 
     def _read(self, key: str, piece: _Piece, start: int, out: Tensor) -> None:
-        """Fill a contiguous host tensor from a piece, after checking the piece's size in the file's header."""
-        path, itemsize = self.directory / piece.file, out.dtype.itemsize
+        """Fill a contiguous host tensor from a piece."""
+        memory = bytes_of(out)
+        begin = self._column(key, piece).begin + (start - piece.begin) * out.dtype.itemsize
+        if piece.file in self._ranged:
+            self._ranged[piece.file].fetch([(begin, begin + len(memory))])
+        if not read_exactly(self._files[piece.file].handle, memory, begin):
+            raise UsageError(f"Tensor {key!r}: {self.directory / piece.file} ends too early; use another checkpoint.")
+
+    def _column(self, key: str, piece: _Piece) -> Column:
+        """Return where a piece lies in its file, which is opened, after checking its size in the file's header."""
+        path, stored = self.directory / piece.file, self._entry(key)
         try:
             if piece.file not in self._files:
-                self._files[piece.file] = open_safetensors(path)
-            file = self._files[piece.file]
-            column = file.header.columns[piece.tensor]
-            if column.end - column.begin != (piece.end - piece.begin) * itemsize:
+                self._files[piece.file] = self._open(path)
+            column = self._files[piece.file].header.columns[piece.tensor]
+            if column.end - column.begin != (piece.end - piece.begin) * stored.dtype.itemsize:
                 raise ValueError(f"{piece.tensor!r} has another size than in {INDEX_NAME}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Tensor {key!r} cannot be read from {path} ({error}); use another checkpoint.") from error
-        if not read_exactly(file.handle, bytes_of(out), column.begin + (start - piece.begin) * itemsize):
-            raise UsageError(f"Tensor {key!r}: {path} ends too early; use another checkpoint.")
+        return column
+
+    def _open(self, path: Path) -> OpenFile:
+        if path.exists() or not far_runs.is_copy(path):
+            return open_safetensors(path)
+        location, name, (size, _) = far_runs.file_of(path)
+        self._ranged[path.name] = file = RangedFile(location, name, path.parent)
+        return OpenFile(file.handle, read_header(file.read, size))
 
 
 def _read_index(index: Path) -> dict[str, _Stored]:

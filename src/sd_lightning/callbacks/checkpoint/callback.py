@@ -24,6 +24,7 @@ from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.atomic import check_place
 from sd_lightning.storage.runs import RunFolder
+from sd_lightning.storage.uploads import RunUploads
 from sd_lightning.strategies import training_state
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self.resume = None if resume is None else Path(resume)
         self.folder = RunFolder(self.run_dir)
         """The run's folder, locked from before the first step until the fit ends."""
+        self.uploads: RunUploads | None = None
+        """On rank 0 of a run in a bucket: what uploads its folder."""
         self.restored: Path | None = None
         """The checkpoint that the last fit resumed."""
         self._record = trainer_state.RunRecord()
@@ -161,6 +164,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         super().on_train_start(trainer, pl_module)  # after the restore, which sets the step
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
+            if self.uploads is not None:
+                self.uploads.begin(trainer.global_step)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         lightning_loops.set_logged_step(trainer)
@@ -224,8 +229,10 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self._saved_callbacks = typed_json.dumps(trainer_state.callback_states(trainer))
             self._rotation.saved(saved)
             if trainer.is_global_zero:
-                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also=self._rotation.before)
+                busy = None if self.uploads is None else self.uploads.busy
+                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also={self._rotation.before, busy})
                 log.info("saved %s", saved)
+                self._publish(saved)
             return saved
 
     def _amend(self, trainer: pl.Trainer) -> None:
@@ -241,7 +248,12 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.strategy.reduce_boolean_decision(text != saved, all=False):
             with paused(trainer, "saving"):
                 writer.replace_callbacks(trainer, self.run_dir, newest, callbacks)
+                self._publish(newest)
             self._saved_callbacks = text
+
+    def _publish(self, saved: Path) -> None:
+        if self.uploads is not None:
+            self.uploads.publish(saved)
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise if the directory holds another run; then write the files that checkpoints share."""

@@ -34,7 +34,7 @@ from sd_lightning.data.fingerprint import Change
 from sd_lightning.data.order import check_version
 from sd_lightning.state.ranks import on_rank_zero
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import SavedParameter
+from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
@@ -211,6 +211,7 @@ def restore(trainer: pl.Trainer, module: pl.LightningModule, path: Path, record:
         log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, new_settings)
     parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
     with ShardedTensors(path / "state") as store:
+        store.fetch(_needed(state, store))
         state.load(parameters, saved["optimizer_groups"], partial(_read, store))
         _load_buffers(module, store)
         _load_average(trainer, store, path)
@@ -223,6 +224,15 @@ def restore(trainer: pl.Trainer, module: pl.LightningModule, path: Path, record:
     data.resume(position.epoch, position.steps_in_epoch)
     lightning_loops.set_position(trainer, position.epoch, position.steps_in_epoch, position.optimizer_steps)
     log.info("resumed %s at step %d", path, position.optimizer_steps)
+
+
+def _needed(state: TrainingState, store: ShardedTensors) -> Iterator[tuple[str, int, int]]:
+    """Yield the ranges of a checkpoint's tensors that this rank is about to read, save for few and small ones."""
+    kinds = dict.fromkeys(key.partition("/")[0] for key in store.keys())
+    for shard in state.parameter_shards():
+        for key in (f"{kind}/{shard.name}" for kind in kinds):
+            if key in store and store.shape(key) == shard.shape:
+                yield key, shard.begin, shard.end
 
 
 def _read(store: ShardedTensors, kind: str, name: str, out: Tensor, begin: int, end: int) -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
-import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path, PurePath
@@ -21,20 +16,15 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
 from sd_lightning.data.store.files import ALTERED, BLANK, UNREADABLE, SampleFile, is_sealed, sealed
+from sd_lightning.storage.lease import Lease
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.safetensors_file import Column, Header, bytes_of, read_header
 from sd_lightning.storage.untrusted import parse_json
-
-log = logging.getLogger(__name__)
 
 LATENTS, SAMPLES, GENERATIONS = "latents", "samples", "generations"
 _RECIPES, _LOCK, _SUFFIX = "recipes", "job.json", ".safetensors"
 _FORMAT = 2
 """Format of the lists of samples."""
-_BEAT = 30.0
-"""Seconds between two signs of life of a job."""
-_SILENCE = 600.0
-"""Seconds without a sign of life after which a job on another machine counts as dead."""
 SPLITS = frozenset({"train", "val"})
 CODE_VERSION = 1
 """Version of the code between an image's bytes and its latents; raised when that code changes their values."""
@@ -340,59 +330,16 @@ class LatentStore:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the store's lock, with a sign of life twice a minute.
+        """Hold the store's lock.
 
         The lock only spares two jobs the same work, and tells their users: files would stay right without it.
 
         Raises:
             UsageError: Another job holds it.
         """
-        ours = {"host": socket.gethostname(), "pid": os.getpid()}
-        if not self.folder.create(_LOCK, _beat(ours)):
-            self._check_dead(ours["host"])
-            self.folder.replace(_LOCK, _beat(ours))
-        ended = threading.Event()
-
-        def beat() -> None:
-            while not ended.wait(_BEAT):
-                try:
-                    self.folder.replace(_LOCK, _beat(ours))
-                except UsageError as error:  # the job may go on and end with it, or it passes
-                    log.warning("%s", error)
-
-        thread = threading.Thread(target=beat, name="store-lock", daemon=True)
-        thread.start()
-
-        def end() -> None:
-            ended.set()
-            thread.join()
-
-        try:
+        with Lease(self.folder, _LOCK, f"store={self.root.url}", "precompute job").held():
             self.folder.clean()
             yield
-        except BaseException:
-            with suppress(UsageError):  # the error that ends the job says more
-                end()
-                self.folder.delete(_LOCK)
-            raise
-        end()
-        self.folder.delete(_LOCK)
-
-    def _check_dead(self, host: object) -> None:
-        """Raise if the job that holds the lock is alive."""
-        try:
-            held = parse_json(self.folder.read(_LOCK))
-            age, pid = time.time() - float(held["time"]), int(held["pid"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return  # it has just ended, or was cut off
-        is_here = held.get("host") == host
-        if _is_alive(pid) if is_here else age < _SILENCE:
-            where = f"process {pid} of {'this machine' if is_here else held.get('host')}"
-            raise UsageError(
-                f"store={self.root.url}: another precompute job ({where}) writes to it, last sign of life "
-                f"{max(age, 0):.0f} s ago; expected one job per store; wait for it, or end it. If it is dead, delete "
-                f"{self.folder.url}/{_LOCK}"
-            )
 
 
 def path_of(kind: str, name: str) -> str:
@@ -424,19 +371,3 @@ def _altered_recipe(root: Location, name: str) -> UsageError:
         f"{root.url}/{name} is altered: its name is the hash of what precompute wrote there; delete it, and run "
         "precompute again with the same settings, which writes it anew and encodes nothing twice"
     )
-
-
-def _beat(ours: Mapping[str, object]) -> bytes:
-    return json.dumps({**ours, "time": time.time()}).encode()
-
-
-def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # an earlier job of this process
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,0 +1,132 @@
+"""One job at a time per folder: a small file that its job renews, on a local disk or in an object store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from sd_lightning._errors import UsageError
+from sd_lightning.storage.location import Location
+from sd_lightning.storage.untrusted import parse_json
+
+log = logging.getLogger(__name__)
+
+BEAT = 30.0
+"""Seconds between two signs of life of a job."""
+LOOK = 2.0
+"""Seconds between two looks at the lease of a job that may be dead."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right of one job to write to a folder.
+
+    A job that was killed leaves its lease. It ends when the process is dead, as far as this machine can see, and else
+    after ``silence`` seconds without a sign of life. Of two jobs that take over the same lease at the same moment, one
+    learns it from :meth:`check`.
+    """
+
+    location: Location
+    name: str
+    """Of the file."""
+    who: str
+    """Start of messages: ``"store=s3://bucket/store"``."""
+    job: str
+    """What holds it, for messages: ``"precompute job"``."""
+    silence: float = 600.0
+    """Seconds without a sign of life after which a job counts as dead."""
+    waits: bool = False
+    """Whether to wait for the silence of a job on another machine, which is refused at its next sign of life."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lease, with a sign of life twice a minute.
+
+        Raises:
+            UsageError: Another job holds it.
+        """
+        if not self.location.create(self.name, self._sign()):
+            self._check_dead()
+            self.location.replace(self.name, self._sign())
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(ended,), name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            try:
+                self.check()
+                self.location.delete(self.name)
+            except UsageError as error:  # what the job has done is done
+                log.warning("%s", error)
+
+    def check(self) -> None:
+        """Raise a ``UsageError`` if another job has taken the lease over meanwhile."""
+        holder = self._holder()
+        if holder.get("token", self.token) != self.token:
+            raise UsageError(
+                f"{self.who}: another {self.job} ({_process(holder)}) has taken {self.location.url}/{self.name}, as "
+                f"this one was silent or the file was deleted; expected one {self.job} at a time; end one of the two"
+            )
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT):
+            try:
+                self.check()
+                self.location.replace(self.name, self._sign())
+            except UsageError as error:  # the job may go on and end with it, or it passes
+                log.warning("%s", error)
+
+    def _sign(self) -> bytes:
+        ours = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token, "time": time.time()}
+        return json.dumps(ours).encode()
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            return dict(parse_json(self.location.read(self.name)))
+        except (FileNotFoundError, ValueError, TypeError):
+            return {}  # it has just ended, or was cut off
+
+    def _check_dead(self) -> None:
+        """Raise if the job that holds the lease is alive; of one on another machine, wait for the next sign of life."""
+        first, begin = self._holder(), time.monotonic()
+        holder = first
+        while True:
+            try:
+                age, pid = time.time() - float(holder["time"]), int(holder["pid"])
+            except (LookupError, ValueError, TypeError):
+                return
+            is_here = holder.get("host") == socket.gethostname()
+            is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # or an earlier job of this process
+            if max(age, time.monotonic() - begin) >= self.silence or (is_here and is_dead):
+                return
+            who = f"{self.who}: another {self.job} ({_process(holder)})"
+            if is_here or not self.waits or holder["time"] != first["time"]:
+                raise UsageError(
+                    f"{who} writes to it, last sign of life {max(age, 0):.0f} s ago; expected one {self.job} at a "
+                    f"time; wait for it, or end it. If it is dead, delete {self.location.url}/{self.name}, or wait "
+                    f"until it was silent for {self.silence:.0f} s"
+                )
+            if holder is first:
+                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, self.silence - age)
+            time.sleep(LOOK)
+            holder = self._holder()
+
+
+def _process(holder: dict[str, Any]) -> str:
+    is_here = holder.get("host") == socket.gethostname()
+    return f"process {holder.get('pid')} of {'this machine' if is_here else holder.get('host')}"

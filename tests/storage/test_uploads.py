@@ -1,0 +1,357 @@
+"""A run's folder in a bucket: what it holds whenever uploads end, fail or are too slow."""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from locations import no_waits, opened, refusal
+from s3_server import Fault, Request, S3Server
+from sd_lightning._errors import UsageError
+from sd_lightning.storage import checkpoint, lease, providers, runs
+from sd_lightning.storage.lease import Lease
+from sd_lightning.storage.location import LocalFolder, Location
+from sd_lightning.storage.uploads import RunUploads, whole_steps
+
+URL = "s3://bucket/runs/a"
+DENIED = {"status": "403 Forbidden", "code": "AccessDenied"}
+
+
+@pytest.fixture(autouse=True)
+def small_parts_and_no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_waits(monkeypatch)
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Location:
+    return opened(URL, "output_dir")
+
+
+class Run:
+    """A run's folder, and what uploads it."""
+
+    def __init__(self, folder: Path, bucket: Location, *, keep: int = 3, overwrite: bool = False) -> None:
+        self.folder, self.keep = folder, keep
+        folder.mkdir(exist_ok=True)
+        runs.mark(folder, anew=overwrite)
+        if overwrite:
+            runs.delete_written(folder)
+        (folder / "frozen/vae").mkdir(parents=True, exist_ok=True)
+        (folder / "frozen/vae/model.safetensors").write_bytes(b"frozen" * 500)
+        self.lease = Lease(bucket, ".lease.json", f"output_dir={URL}", "run")
+        self.uploads = RunUploads(bucket, folder, self.lease)
+        self.uploads.open(keep=keep, overwrite=overwrite)
+
+    def save(self, step: int) -> Path:
+        """Save a checkpoint with a file of its own, a large one, and one that all link."""
+        with checkpoint.saving(self.folder, step) as tmp:
+            (tmp / "state").mkdir()
+            (tmp / "trainer.json").write_text(json.dumps({"step": step}))
+            (tmp / "state/rank-0.safetensors").write_bytes(os.urandom(2500))
+            (tmp / "pipeline/vae").mkdir(parents=True)
+            (tmp / "pipeline/model_index.json").write_text(json.dumps({"vae": step}))
+            os.link(self.folder / "frozen/vae/model.safetensors", tmp / "pipeline/vae/model.safetensors")
+        saved = checkpoint.checkpoint_path(self.folder, step)
+        checkpoint.prune(self.folder, self.keep, trusted=saved, also={self.uploads.busy})
+        (self.folder / "logs").mkdir(exist_ok=True)
+        with (self.folder / "logs/metrics.csv").open("a") as file:
+            file.write(f"{step},0.5\n")
+        self.uploads.publish(saved)
+        return saved
+
+    def end(self) -> None:
+        """Write the results, and wait for the uploads."""
+        saved = checkpoint.all_checkpoints(self.folder)[-1]
+        runs.publish_pipeline(self.folder, saved)
+        (self.folder / "summary.json").write_text(json.dumps({"steps": checkpoint.step_of(saved)}))
+        (self.folder / "report.html").write_text(f"report of {saved.name}")
+        self.uploads.finish(everything=True)
+
+
+def tree(location: Location) -> dict[str, bytes]:
+    return {entry.name: location.read(entry.name) for entry in location.entries()}
+
+
+def steps(location: Location) -> list[int]:
+    return whole_steps(entry.name for entry in location.entries())
+
+
+def on_disk(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(LocalFolder("", folder, "")).items() if "set-aside" not in name}
+
+
+def assert_consistent(files: dict[str, bytes]) -> None:
+    """Check that each checkpoint with a manifest is whole, and that a summary describes the results beside it."""
+    for name in files:
+        if name.endswith("/manifest.json"):
+            for file, entry in json.loads(files[name])["files"].items():
+                data = files[name.replace("manifest.json", file)]
+                assert hashlib.sha256(data).hexdigest() == entry["sha256"], file
+    if "summary.json" in files:
+        steps = json.loads(files["summary.json"])["steps"]
+        assert json.loads(files["pipeline/model_index.json"])["vae"] == steps
+        assert files["report.html"] == f"report of step-{steps:08}".encode()
+
+
+def test_the_bucket_holds_the_folder_byte_for_byte(
+    bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[str] = []
+    copy = providers.S3Files.cp_file
+    monkeypatch.setattr(
+        providers.S3Files, "cp_file", lambda self, *names: copies.append(names[1]) or copy(self, *names)
+    )
+    run = Run(tmp_path / "run", bucket)
+    run.uploads.begin(0)
+    for step in range(1, 6):
+        run.save(step)
+        wait_for(lambda: step in steps(bucket))  # noqa: B023
+    run.end()
+    assert tree(bucket) == on_disk(tmp_path / "run")
+    assert bucket.read(".sd_lightning") == (tmp_path / "run/.sd_lightning").read_bytes()
+    assert steps(bucket) == [3, 4, 5]
+    # The frozen file came once; what is linked in a checkpoint was copied by the store.
+    assert sum("vae/model.safetensors" in name for name in copies) == 6
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def dying_after(s3: S3Server, requests: int) -> Fault:
+    """Let requests that change the bucket fail after a number of them."""
+    count = [0]
+
+    def matches(request: Request) -> bool:
+        if request.method not in ("PUT", "POST", "DELETE"):
+            return False
+        count[0] += 1
+        return count[0] > requests
+
+    fault = Fault(matches, **DENIED)
+    s3.faults.append(fault)
+    return fault
+
+
+def history(folder: Path, bucket: Location) -> Iterator[None]:
+    """Change the folder and the bucket in every way; yield where both are the same."""
+    run = Run(folder, bucket, keep=2)
+    for step in (1, 2, 3, 4):
+        run.save(step)
+        run.uploads._sync()
+    run.end()
+    yield
+    run = Run(folder, bucket, keep=2)  # trained on
+    run.save(5)
+    run.uploads._sync()
+    run.end()
+    yield
+    run = Run(folder, bucket, keep=2)  # resumed at an earlier step
+    runs.go_back(folder, 4)
+    run.uploads._back_to = 4
+    run.save(6)
+    run.end()
+    yield
+    run = Run(folder, bucket, keep=2, overwrite=True)
+    run.save(1)
+    run.end()
+    yield
+
+
+@pytest.mark.parametrize("every", [31, pytest.param(3, marks=pytest.mark.slow)])
+def test_whatever_request_is_the_last_what_counts_as_whole_is_whole(
+    every: int, s3: S3Server, bucket: Location, tmp_path: Path
+) -> None:
+    for _ in history(tmp_path / "whole", bucket):
+        files = tree(bucket)
+        assert_consistent(files)
+        assert {name: data for name, data in files.items() if "set-aside" not in name} == on_disk(tmp_path / "whole")
+    total = s3.count("PUT") + s3.count("POST") + s3.count("DELETE")
+    assert total > 60
+    for number in range(1, total, every):
+        for entry in bucket.entries():
+            bucket.delete(entry.name)
+        fault = dying_after(s3, number)
+        with suppress(UsageError):
+            for _ in history(tmp_path / f"{number}", bucket):
+                pass
+        assert fault.seen
+        s3.faults.clear()
+        assert_consistent(tree(bucket))
+
+
+def test_a_run_that_ends_in_the_middle_goes_on_where_it_was(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", bucket)
+    run.save(1)
+    run.uploads._sync()
+    run.save(2)
+    dying_after(s3, 2)
+    with pytest.raises(UsageError):
+        run.uploads._sync()
+    s3.faults.clear()
+    assert steps(bucket) == [1] and any("step-00000002" in name for name in tree(bucket))
+    again = Run(tmp_path / "run", bucket)
+    s3.requests.clear()
+    again.end()
+    assert tree(bucket) == on_disk(tmp_path / "run")
+    assert not s3.count("PUT", "step-00000001")  # what is whole there is not uploaded again
+
+
+def test_a_machine_that_comes_back_uploads_nothing_old(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    def saved_on(machine: str, *steps_: int) -> None:
+        run = Run(tmp_path / machine, bucket)
+        for step in steps_:
+            run.save(step)
+            run.uploads._sync()
+        run.uploads.finish(everything=True)
+
+    saved_on("a", 1, 2, 3)
+    saved_on("b", 4, 5, 6)
+    s3.requests.clear()
+    saved_on("a", 7)
+    assert steps(bucket) == [5, 6, 7] and not s3.count("PUT", "step-00000003")
+    assert_consistent(tree(bucket))
+
+
+def test_the_newest_checkpoint_comes_next_and_those_in_between_are_skipped(
+    s3: S3Server, bucket: Location, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", bucket, keep=1)
+    slow = s3.fail("PUT", "step-00000001/state", delay=1.0)
+    run.uploads.begin(0)
+    run.save(1)
+    wait_for(lambda: bool(slow.seen))
+    assert run.uploads.state() == f"no step is in {URL} yet; step 1 is being uploaded"
+    begin = time.monotonic()
+    for step in (2, 3, 4):
+        run.save(step)
+        # What is being uploaded stays on disk.
+        assert [checkpoint.step_of(path) for path in checkpoint.all_checkpoints(run.folder)] == [1, step]
+    assert time.monotonic() - begin < 0.5
+    wait_for(lambda: steps(bucket) == [1, 4])  # 1 is on disk until the next is saved
+    assert not s3.count("PUT", "step-00000002") and not s3.count("PUT", "step-00000003")
+    run.save(5)
+    run.end()
+    assert tree(bucket) == on_disk(run.folder)
+
+
+def test_a_checkpoint_that_is_replaced_during_its_upload_is_uploaded_anew(
+    s3: S3Server, bucket: Location, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", bucket)
+    slow = s3.fail("PUT", "step-00000001/state", delay=0.5, times=1)
+    run.uploads.begin(0)
+    run.save(1)
+    wait_for(lambda: bool(slow.seen))
+    run.save(1)
+    run.end()
+    assert tree(bucket) == on_disk(run.folder)
+    assert_consistent(tree(bucket))
+
+
+def test_a_bucket_that_denies_half_way_costs_nothing_on_disk(
+    s3: S3Server, bucket: Location, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path / "run", bucket)
+    run.uploads.begin(0)
+    run.save(1)
+    wait_for(lambda: steps(bucket) == [1])
+    s3.fail("PUT", "step-00000002/state", **DENIED)
+    with caplog.at_level(logging.WARNING, "sd_lightning"):
+        run.save(2)
+        wait_for(lambda: "keeps the rest" in caplog.text)
+        run.uploads._wake.set()
+        time.sleep(0.2)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"output_dir={URL}: cannot write {URL}/checkpoints/step-00000002/state" in warning
+    assert "access is denied" in warning and f"step 1 is in {URL}; the run goes on" in warning
+    words = ("access is denied", "grant them", f"step 1 is in {URL}; step 2 of the run is only in {run.folder}; then")
+    refusal(run.end, *words, "resume=auto")
+    assert {"checkpoints/step-00000002/manifest.json", "summary.json"} <= on_disk(run.folder).keys()
+    assert steps(bucket) == [1]
+    s3.faults.clear()
+    Run(run.folder, bucket).end()
+    assert tree(bucket) == on_disk(run.folder)
+
+
+def test_a_lease_is_taken_over_when_its_job_is_dead(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT", 0.05)
+
+    def lease_of_run() -> Lease:
+        return Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150)
+
+    here = lease.socket.gethostname()
+    for held, holder in (
+        ({"host": "gpu-7", "pid": 1, "time": time.time() - 20}, "process 1 of gpu-7"),
+        ({"host": here, "pid": os.getppid(), "time": time.time() - 20}, f"process {os.getppid()} of this machine"),
+    ):
+        bucket.replace(".lease.json", json.dumps(held | {"token": "x"}).encode())
+        words = (
+            f"output_dir={URL}: another run ({holder}) writes to it, last sign of life 20 s",
+            "wait",
+            ".lease.json",
+        )
+        refusal(lease_of_run().held().__enter__, *words, "silent for 150 s")
+        assert json.loads(bucket.read(".lease.json"))["token"] == "x"
+    for held in (
+        {"host": "gpu-7", "pid": 1, "time": time.time() - 151},
+        {"host": here, "pid": 2**22 + 1, "time": time.time()},  # no system has such a process
+        {"host": here, "pid": os.getpid(), "time": time.time()},
+    ):
+        bucket.replace(".lease.json", json.dumps(held | {"token": "x"}).encode())
+        with lease_of_run().held():
+            signs = [json.loads(bucket.read(".lease.json"))]
+            wait_for(lambda: json.loads(bucket.read(".lease.json"))["time"] > signs[0]["time"])  # noqa: B023
+        assert bucket.size(".lease.json") is None
+
+
+def test_a_run_waits_until_another_machine_is_silent(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK", 0.05)
+    held = {"host": "gpu-7", "pid": 12, "time": time.time() + 3600, "token": "x"}  # by a clock that is an hour ahead
+    bucket.replace(".lease.json", json.dumps(held).encode())
+    begin = time.monotonic()
+    with Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=0.5, waits=True).held():
+        assert 0.5 <= time.monotonic() - begin < 5 and json.loads(bucket.read(".lease.json"))["host"] != "gpu-7"
+    bucket.replace(".lease.json", json.dumps(held).encode())
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda _: bucket.replace(".lease.json", json.dumps(held | {"time": time.time()}).encode())
+    )
+    living = Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150, waits=True)
+    refusal(living.held().__enter__, f"output_dir={URL}: another run (process 12 of gpu-7)", "0 s ago", "wait for it")
+
+
+def test_a_run_that_lost_its_lease_writes_no_more(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", bucket)
+    run.save(1)
+    with run.lease.held():
+        run.uploads._sync()
+        other = {"host": "gpu-7", "pid": 12, "time": time.time(), "token": "x"}
+        bucket.replace(".lease.json", json.dumps(other).encode())
+        run.save(2)
+        s3.requests.clear()
+        refusal(run.end, "another run (process 12 of gpu-7) has taken", "end one of the two", str(run.folder))
+        assert not s3.count("PUT") and steps(bucket) == [1]
+    assert json.loads(bucket.read(".lease.json"))["token"] == "x"
+
+
+def test_files_of_others_stay_in_the_bucket(bucket: Location, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", bucket)
+    run.save(1)
+    run.end()
+    mark, others = bucket.read(".sd_lightning"), {"pipeline/README.md": b"card", "notes/a.txt": b"mine"}
+    for name, data in others.items():
+        bucket.create(name, data)
+    again = Run(tmp_path / "run", bucket, overwrite=True)
+    assert tree(bucket) == others and bucket.read(".sd_lightning") != mark
+    again.save(3)
+    again.end()
+    assert tree(bucket) == on_disk(run.folder) | others

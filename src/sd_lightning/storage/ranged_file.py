@@ -37,7 +37,7 @@ class RangedFile:
     """
 
     def __init__(self, location: Location, name: str, folder: Path) -> None:
-        self.handle: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+        self.handle: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)
         self._location, self._name = location, name
         self._here: list[Span] = []
         """What is here, in order, without overlaps."""

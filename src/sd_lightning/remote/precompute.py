@@ -219,7 +219,8 @@ class EncoderActor:
 
     def encode(self, task: Any) -> Any:
         """Encode a file, and return what is known of it."""
-        return self._shard(task) if isinstance(task, EncodeTask) else self._texts(task)
+        encode: Any = self._shard if isinstance(task, EncodeTask) else self._texts
+        return encode(task)
 
 
 def _join(folder: str, versions: Mapping[str, str]) -> None:

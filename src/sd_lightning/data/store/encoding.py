@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +136,7 @@ class ShardEncoder:
         """Yield the image numbers of each group with what was loaded; the next groups are loaded meanwhile."""
         groups = [range(i, min(i + self.group, len(task.images))) for i in range(0, len(task.images), self.group)]
         with ThreadPoolExecutor(self.num_threads, "decode") as pool:
-            load = self.load_elsewhere or partial(pool.submit, self.load)
+            load = self.load_elsewhere or (lambda task, group: pool.submit(self.load, task, group))
             loading = (load(task, group) for group in groups)
             ahead = deque(islice(loading, self.num_threads))
             for group in groups:

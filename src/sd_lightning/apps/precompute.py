@@ -6,11 +6,12 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -28,6 +29,8 @@ from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Reci
 from sd_lightning.data.store.texts import TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.remote.launchers import Ray
+from sd_lightning.remote.precompute import reserve
 from sd_lightning.storage.object_store import open_location
 
 if TYPE_CHECKING:
@@ -39,7 +42,12 @@ log = logging.getLogger(__name__)
 
 _COUNTED = 1000
 """Samples whose captions are counted for the prediction of the embeddings' size."""
-_ONLY_FOR = {"text": ("encode", False), "dry_run": ("prune and verify", True), "drop_texts": ("prune", None)}
+_ONLY_FOR = {
+    "text": ("encode", False),
+    "launcher": ("encode", "local"),
+    "dry_run": ("prune and verify", True),
+    "drop_texts": ("prune", None),
+}
 """Settings -> the actions that they are for, and what they are if not given; other actions would ignore them."""
 
 
@@ -74,22 +82,27 @@ def run(cfg: DictConfig) -> int:
     root.check_writable()
     spec = RunSpec.of(cfg)
     spec.model.check()
+    cluster = reserve(spec.launcher, root) if isinstance(spec.launcher, Ray) else None
     datamodule: SDDataModule = spec.build("data")
     sources = sources_of(datamodule)
     model = spec.load_model(deferred=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
     store = LatentStore(root, recipe_of(model, datamodule, settings))
     sources = keep_held_out(store, sources)
-    return encode(store, sources, model, datamodule, settings)
+    return encode(store, sources, model, datamodule, settings, cluster)
 
 
 def _check_action(cfg: DictConfig) -> None:
     """Raise a ``UsageError`` if a setting is for another action."""
     who = "precompute" if cfg.action == "encode" else f"precompute {cfg.action}"
+    launcher = cfg.launcher._target_.rpartition(".")[2].lower()
     for key, (actions, default) in _ONLY_FOR.items():
-        if cfg.action not in actions and cfg[key] != default:
+        value = launcher if key == "launcher" else cfg[key]
+        if cfg.action not in actions and value != default:
             whose = "encoding" if actions == "encode" else f"precompute {actions}"
-            value = str(cfg[key]).lower() if isinstance(cfg[key], bool) else cfg[key]
+            value = str(value).lower() if isinstance(value, bool) else value
             raise UsageError(f"{who} got {key}={value}; expected it only with {whose}; leave it out")
+    if launcher == "ray" and cfg.workers != "auto":
+        raise UsageError(f"{who} got workers={cfg.workers} with launcher=ray; expected launcher.num_workers instead")
 
 
 def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
@@ -155,8 +168,18 @@ def encode(
     model: LatentDiffusion,
     datamodule: SDDataModule,
     settings: Settings,
+    cluster: Callable[..., Any] | None = None,
 ) -> int:
-    """Bring a store up to date with the sources, and print what was done."""
+    """Bring a store up to date with the sources, and print what was done.
+
+    Args:
+        store: The folder of the recipe.
+        sources: By split.
+        model: Its encoders encode.
+        datamodule: Where the sources are from.
+        settings: Of the job.
+        cluster: Starts workers on a Ray cluster, given what encodes; None for those of this machine.
+    """
     begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workers = num_workers(settings.workers, device)
@@ -186,10 +209,10 @@ def encode(
         print(_predicted_texts(text_encoder, tokenizing, sources.values()), flush=True)
     progress = StageProgress(total)
     bad = datamodule.bad
-    if workers > 1 and device.type == "cuda":
+    if (workers > 1 or cluster is not None) and device.type == "cuda":
         encoder.to(torch.device("cpu"))
     tell_of_long_captions(sources["train"], model.truncated)
-    runner = Workers(shard, workers, texts=text_encoder)
+    runner = (cluster or partial(Workers, num_workers=workers))(shard, texts=text_encoder)
     try:
         with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             store.create()

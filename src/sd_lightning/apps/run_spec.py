@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sd_lightning.models.learned_token import LearnedToken
     from sd_lightning.models.lora import Lora
     from sd_lightning.planner.checkpointing import Recomputation
+    from sd_lightning.remote.launchers import Local, Ray
     from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
 
@@ -189,6 +190,10 @@ class RunSpec:
     @property
     def speed(self) -> Speed:
         return self._part("speed")
+
+    @property
+    def launcher(self) -> Local | Ray:
+        return self._part("launcher")
 
     @property
     def lora(self) -> Lora | None:

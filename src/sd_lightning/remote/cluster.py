@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import socket
@@ -85,3 +86,49 @@ def check_resources(who: str, wanted: Mapping[str, float], *, setting: str) -> N
                 f"{who} asks for {number:g} {name}; the Ray cluster has {there.get(name, 0.0):g} on {machines} "
                 f"machine(s); write a smaller {setting}, or add machines with: ray start --address=<head>"
             )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages in this process that decide what is computed; those of builds left out."""
+    import sd_lightning
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers")}
+    versions["sd_lightning"] = sd_lightning.__version__
+    return {name: version.partition("+")[0] for name, version in versions.items()}
+
+
+def check_versions(who: str, versions: Mapping[str, str]) -> None:
+    """Check, in a worker, that its packages are those of the driver.
+
+    Args:
+        who: What has started the worker, for the message.
+        versions: From :func:`package_versions`, called in the driver.
+
+    Raises:
+        UsageError: One is another; the machine is named.
+    """
+    here = package_versions()
+    for name, version in versions.items():
+        if here[name] != version:
+            raise UsageError(
+                f"{who}: the machine {socket.gethostname()} has {name} {here[name]}; expected {version}, as where the "
+                "program was started; install the same versions on every machine"
+            )
+
+
+def value_of(ref: Any) -> Any:
+    """Return what a task has returned; wait for it.
+
+    Raises:
+        UsageError: The task, or one that it has waited for, has raised it.
+        RayError: It has raised something else, or its process or machine has died.
+    """
+    import ray
+
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause: Any = error
+        while isinstance(cause, ray.exceptions.RayTaskError):
+            cause = cause.cause
+        raise cause if isinstance(cause, UsageError) else error from None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +32,8 @@ _GROUP = 64
 _GROUP_PIXELS = 4 * 512 * 512
 """Pixels that are encoded at a time."""
 STAGES = ("read", "decode", "encode", "write")
+Loaded = tuple[list[Placed], str | None, dict[str, float]]
+"""An image in every variant, or why it cannot be used; and the seconds of the stages so far."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ class ShardEncoder:
     device: torch.device
     max_pixels: int = MAX_IMAGE_PIXELS
     num_threads: int = 2
-    """Threads that read and decode."""
+    """Threads that read and decode, each a group of images."""
+    load_elsewhere: Callable[[EncodeTask, range], Future[list[Loaded]]] | None = None
+    """Has :meth:`load` called by other processes, with up to ``num_threads`` groups at a time."""
     remedy: str = "write dtype=bfloat16 or dtype=float32, or compute_dtype=float32 if the VAE overflows"
     """What helps if latents are infinite."""
 
@@ -125,27 +132,39 @@ class ShardEncoder:
         seconds["write"] += time.perf_counter() - start
         return Encoded(name, len(data), rows, bad, seconds)
 
-    def _groups(self, task: EncodeTask) -> Iterator[tuple[Sequence[int], list[Any]]]:
-        """Yield the image numbers of each group with their pixels; the next group is read meanwhile."""
+    def _groups(self, task: EncodeTask) -> Iterator[tuple[range, list[Loaded]]]:
+        """Yield the image numbers of each group with what was loaded; the next groups are loaded meanwhile."""
         groups = [range(i, min(i + self.group, len(task.images))) for i in range(0, len(task.images), self.group)]
-        source = self.sources[task.split]
         with ThreadPoolExecutor(self.num_threads, "decode") as pool:
+            load = self.load_elsewhere or (lambda task, group: pool.submit(self.load, task, group))
+            loading = (load(task, group) for group in groups)
+            ahead = deque(islice(loading, self.num_threads))
+            for group in groups:
+                loaded = ahead.popleft().result()
+                ahead.extend(islice(loading, 1))
+                yield group, loaded
 
-            def submit(group: range) -> list[Future[Any]]:
-                return [pool.submit(self._load, source, task, i) for i in group]
+    def load(self, task: EncodeTask, group: range) -> list[Loaded]:
+        """Read and decode the images of a group; no network is needed.
 
-            waiting = submit(groups[0])
-            for group, following in zip(groups, [*groups[1:], range(0)], strict=True):
-                now, waiting = waiting, submit(following)
-                yield group, [future.result() for future in now]
+        Raises:
+            UsageError: An image has changed since it was hashed, or this machine cannot read it.
+        """
+        return [self._load(task, number) for number in group]
 
-    def _load(self, source: Source, task: EncodeTask, number: int) -> tuple[list[Placed], str | None, dict[str, float]]:
-        """Return an image in every variant, or why it cannot be used, and the seconds of each stage."""
-        index, image = int(task.indices[number]), task.images[number]
+    def _load(self, task: EncodeTask, number: int) -> Loaded:
+        source, index, image = self.sources[task.split], int(task.indices[number]), task.images[number]
         begin = read = time.perf_counter()
         try:
-            with any_error_is_a_bad_sample():
-                content = source.content(index)
+            try:
+                with any_error_is_a_bad_sample():
+                    content = source.content(index)
+            except BadSample as error:  # the image is not to blame: it was read when it was hashed
+                raise UsageError(
+                    f"precompute: {source.name(index)} was read before, and cannot be read on {socket.gethostname()} "
+                    f"({error}); expected data that stay as they are, and that every machine which encodes can read; "
+                    "nothing is lost: mend that, and run precompute again"
+                ) from error
             read = time.perf_counter()
             if not np.array_equal(hashes_of([content])[0], image):
                 raise UsageError(

@@ -45,6 +45,7 @@ PARTS = {
     "matrix": "every strategy through every variation, and every pair of strategies through a checkpoint",
     "engines": "every optimizer, model, placement and launcher under every engine",
     "kills": "kills at many points, and ranks that die in every way",
+    "cluster": "workers and nodes that die on a Ray cluster, and whole runs in buckets",
     "exits": "hundreds of pairs of processes that end",
     "zoo": "modules of other people under every strategy, at one and two processes",
     "quality": "trainings to their full quality, and second seeds",

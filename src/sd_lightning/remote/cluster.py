@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from sd_lightning._errors import UsageError
@@ -16,7 +17,7 @@ _ANSWER_SECONDS = 10.0
 _START = "start one with: ray start --head, and give the host:port that it prints"
 
 
-def connect(who: str, address: str | None = None, *, num_cpus: int | None = None) -> Any:
+def connect(who: str, address: str | None = None, *, num_cpus: int | None = None, logs: bool = True) -> Any:
     """Connect this process to a Ray cluster, unless it is connected already, and return the module ``ray``.
 
     Args:
@@ -25,6 +26,7 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
             one that the environment variable RAY_ADDRESS names, else a new one on this machine, which ends with this
             process.
         num_cpus: Logical CPUs of a new cluster; None for as many as this machine has.
+        logs: Whether Ray shows here what its workers write.
 
     Raises:
         UsageError: Ray is not installed, or no cluster answers at the address.
@@ -37,9 +39,10 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
         _check_answers(who, named)
     try:
         if named:
-            ray.init(address=named, logging_level=logging.ERROR)
+            ray.init(address=named, logging_level=logging.ERROR, log_to_driver=logs)
         else:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+            quiet = {"logging_level": logging.ERROR, "log_to_driver": logs}
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"at {named}" if named else "on this machine"
         raise UsageError(
@@ -84,4 +87,33 @@ def check_resources(who: str, wanted: Mapping[str, float], *, setting: str) -> N
             raise UsageError(
                 f"{who} asks for {number:g} {name}; the Ray cluster has {there.get(name, 0.0):g} on {machines} "
                 f"machine(s); write a smaller {setting}, or add machines with: ray start --address=<head>"
+            )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages in this process that decide what is computed; those of builds left out."""
+    import torch
+
+    import sd_lightning
+
+    own = {each.__name__: each.__version__.partition("+")[0] for each in (torch, sd_lightning)}
+    return {**own, "diffusers": version("diffusers")}
+
+
+def check_versions(who: str, versions: Mapping[str, str]) -> None:
+    """Check, in a worker, that its packages are those of the driver.
+
+    Args:
+        who: What has started the worker, for the message.
+        versions: From :func:`package_versions`, called in the driver.
+
+    Raises:
+        UsageError: One is another; the machine is named.
+    """
+    here = package_versions()
+    for name, expected in versions.items():
+        if here[name] != expected:
+            raise UsageError(
+                f"{who}: the machine {socket.gethostname()} has {name} {here[name]}; expected {expected}, as where the "
+                "program was started; install the same versions on every machine"
             )

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.data.sampler import check_division
 from sd_lightning.remote import training
 from sd_lightning.remote.launchers import Ray
-from sd_lightning.remote.training import WorkerPlace
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.atomic import check_place
+from sd_lightning.storage.runs import check_output_dir
 from sd_lightning.strategies.base import RunSettings, engine_of
 
 
@@ -28,11 +29,11 @@ class _Start:
     before: frozenset[tuple[str, int]]
     """Checkpoints that were there before the launch."""
 
-    def __call__(self, place: WorkerPlace) -> int:
-        changes = {"trainer.devices": place.devices, "trainer.num_nodes": place.num_nodes}
-        if place.is_restart and not _saved(self.spec.output_dir) <= self.before:
+    def __call__(self, *, devices: int, num_nodes: int, is_restart: bool, asked: Callable[[], bool]) -> int:
+        changes: dict[str, Any] = {"trainer.devices": devices, "trainer.num_nodes": num_nodes}
+        if is_restart and not _saved(self.spec.output_dir) <= self.before:
             changes |= {"resume": AUTO, "overwrite": False}  # else it begins as at first
-        return self.run(self.spec.with_settings(changes), asked=place.asked)
+        return self.run(self.spec.with_settings(changes), asked=asked)
 
 
 def _saved(run_dir: Path) -> frozenset[tuple[str, int]]:
@@ -67,10 +68,11 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
     _check_number(spec, launcher)
     check_place(spec["output_dir"], key="output_dir")
     spec = spec.with_absolute_paths()
+    check_output_dir(spec.output_dir, resuming=spec["resume"] is not None, overwrite=spec["overwrite"], reads={})
     return training.launch(
         launcher,
         _Start(spec, run, _saved(spec.output_dir)),
-        folder=spec["output_dir"],
+        folder=spec.output_dir,
         on_gpus=spec["trainer.accelerator"] in ("auto", "gpu", "cuda"),
         position=partial(_position, spec.output_dir),
     )
@@ -86,19 +88,12 @@ def _check_number(spec: RunSpec, launcher: Ray) -> None:
             f"ask(s) for {spec.num_processes} process(es); launcher.num_workers is the number of processes on all "
             f"machines; leave {' and '.join(sorted(given))} out"
         )
-    if not spec.chooses_strategy:
-        channels_last = spec.get("speed.channels_last", False)
-        settings = RunSettings(str(spec["trainer.precision"]), most, 1, channels_last=channels_last)
-        try:
+    channels_last, batch_size = spec.get("speed.channels_last", False), spec["data.batch_size"]
+    try:
+        if not spec.chooses_strategy:
+            settings = RunSettings(str(spec["trainer.precision"]), most, 1, channels_last=channels_last)
             engine_of(spec.strategy).check_settings(settings)
-        except UsageError as error:
-            raise UsageError(f"launcher.num_workers={launcher.num_workers}: {error}") from error
-    batch, accumulate = spec["data.batch_size"], spec["trainer.accumulate_grad_batches"]
-    if batch != AUTO:
-        if least * accumulate <= batch < most * accumulate:
-            raise UsageError(
-                f"launcher.num_workers=[{least},{most}]: data.batch_size={batch} is the global batch, and "
-                f"{most} processes x {accumulate} accumulated batch(es) are more parts than that; write "
-                f"launcher.num_workers=[{least},{batch // accumulate}], or data.batch_size={most * accumulate} or more"
-            )
-        check_division(batch, most, accumulate)
+        if batch_size != AUTO:
+            check_division(batch_size, most, spec["trainer.accumulate_grad_batches"])
+    except UsageError as error:
+        raise UsageError(f"launcher.num_workers={launcher.num_workers}: {error}") from error

@@ -17,9 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from types import FrameType
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from sd_lightning._conf.cli import log_to_console
@@ -49,20 +48,6 @@ _training = threading.Event()
 """Whether this worker trains."""
 _reasons: list[str] = []
 """Why this very worker, of all, is to leave."""
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """A worker's part in one start of a run."""
-
-    devices: int
-    """Processes on this machine."""
-    num_nodes: int
-    """Machines."""
-    is_restart: bool
-    """Whether there was an earlier start, which failed or had another number of workers."""
-    asked: Callable[[], bool]
-    """Whether the run is to stop after the current step, and save."""
 
 
 class Console:
@@ -101,18 +86,15 @@ class _Lines(io.TextIOBase):
 
 
 def launch(
-    options: Ray,
-    run: Callable[[WorkerPlace], int],
-    *,
-    folder: str | None,
-    on_gpus: bool,
-    position: Callable[[], str],
+    options: Ray, run: Callable[..., int], *, folder: Path | None, on_gpus: bool, position: Callable[[], str]
 ) -> int:
     """Run a training on Ray workers, and show what rank 0 writes.
 
     Args:
         options: Workers and their number.
-        run: Trains, and returns the exit code; workers call it.
+        run: Trains, and returns the exit code. Workers call it with ``devices`` (processes on their machine),
+            ``num_nodes``, ``is_restart`` (there was an earlier start of this run) and ``asked``, a function that
+            returns whether to stop after the current step, and save.
         folder: The run's folder, which all machines have to see; None for a run in a bucket.
         on_gpus: Whether the run uses GPUs where there are some.
         position: Returns from where a new start goes on: ``"from step 40"``.
@@ -124,30 +106,37 @@ def launch(
         UsageError: The cluster has fewer resources, a worker's machine cannot take part, or the run raised one.
     """
     ray = connect(_WHO, options.address, logs=False)
-    gpus = options.gpus_per_worker
-    if gpus is None:
-        gpus = 1 if on_gpus and ray.cluster_resources().get("GPU") else 0
+    in_cluster = ray.cluster_resources().get("GPU", 0.0)
+    gpus = min(on_gpus, in_cluster) if options.gpus_per_worker is None else options.gpus_per_worker
     if gpus not in (0, 1):
         raise UsageError(f"launcher.gpus_per_worker={gpus}: a process trains on one GPU; write 1, or 0 for CPUs")
     each = {name: float(n) for name, n in (("CPU", options.cpus_per_worker), ("GPU", gpus)) if n}
     wanted = {name: n * options.worker_range[0] for name, n in each.items()}
     check_resources(_WHO, wanted, setting="launcher.num_workers")
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(options.start_seconds)
-    os.environ.update({name: value for name, value in _OF_RAY.items() if name not in os.environ})
+    os.environ.update(_OF_RAY | os.environ)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     console = ray.remote(num_cpus=0, scheduling_strategy=here)(Console).remote()
-    try:
-        if folder is not None:
-            os.makedirs(folder, exist_ok=True)
-        probe = nullcontext() if folder is None else tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=folder)
-    except OSError as error:
-        raise UsageError(f"output_dir={folder} cannot be written ({error.strerror}); choose another folder") from error
-    with probe as file, tempfile.TemporaryDirectory(prefix="sd-lightning-ray-") as storage:
-        check = (package_versions(), file and file.name)
-        trainer = _trainer(options, lambda: _work(run, console, *check), console, each, storage)
+    with _probe(folder) as probe, tempfile.TemporaryDirectory(prefix="sd-lightning-ray-") as storage:
+        versions = package_versions()
+        trainer = _trainer(options, lambda: _work(run, console, versions, probe), console, each, storage)
         return _Launch(console, position, options.max_failures).follow(trainer.fit)
+
+
+@contextmanager
+def _probe(folder: Path | None) -> Iterator[Path | None]:
+    """Put a file into the run's folder, for workers to look for."""
+    probe = None if folder is None else folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        if probe is not None:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        yield probe
+    finally:
+        if probe is not None:
+            probe.unlink(missing_ok=True)
 
 
 def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping[str, float], storage: str) -> Any:
@@ -246,13 +235,12 @@ class _Launch:
     def _handling(self) -> Iterator[None]:
         """Let the first signal stop the run after a step, and a second Ctrl-C at once."""
 
-        def handle(number: int, frame: FrameType | None) -> None:
+        def handle(number: int, *_: object) -> None:
             self._signals += 1
             if self._signals > 1 and number == signal.SIGINT:
                 raise KeyboardInterrupt
 
-        is_main = threading.current_thread() is threading.main_thread()
-        previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -374,7 +362,7 @@ def _listen(console: Any) -> None:
         time.sleep(1.0)
 
 
-def _work(run: Callable[[WorkerPlace], int], console: Any, versions: Mapping[str, str], probe: str | None) -> None:
+def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], probe: Path | None) -> None:
     """Train as one rank.
 
     Raises:
@@ -387,10 +375,8 @@ def _work(run: Callable[[WorkerPlace], int], console: Any, versions: Mapping[str
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
     from sd_lightning.strategies.processes import watchdog
 
-    is_first, number = os.environ["RANK"] == "0", lambda name: int(os.environ[name])
-    place = WorkerPlace(
-        number("LOCAL_WORLD_SIZE"), number("GROUP_WORLD_SIZE"), number("TORCHELASTIC_RESTART_COUNT") > 0, _asked.is_set
-    )
+    is_first = os.environ["RANK"] == "0"
+    names = {"devices": "LOCAL_WORLD_SIZE", "num_nodes": "GROUP_WORLD_SIZE", "is_restart": "TORCHELASTIC_RESTART_COUNT"}
     watchdog.listeners.append(lambda text: ray.get(console.write.remote("cause", text), timeout=5))
     threading.Thread(target=_listen, args=[console], daemon=True).start()
     out, err = (_Lines(console, each) if is_first else getattr(sys, each) for each in ("stdout", "stderr"))
@@ -399,12 +385,12 @@ def _work(run: Callable[[WorkerPlace], int], console: Any, versions: Mapping[str
         _training.set()
         try:
             check_versions(_WHO, versions)
-            if probe is not None and not os.path.exists(probe):
+            if probe is not None and not probe.exists():
                 raise UsageError(
-                    f"{_WHO}: {socket.gethostname()} cannot see output_dir={os.path.dirname(probe)}; expected a folder "
-                    "that all machines share; write output_dir=<such a folder>, or s3://<bucket>/<run>"
+                    f"{_WHO}: {socket.gethostname()} cannot see output_dir={probe.parent}; expected a folder that all "
+                    "machines share; write output_dir=<such a folder>, or s3://<bucket>/<run>"
                 )
-            code = run(place)
+            code = run(**{name: int(os.environ[variable]) for name, variable in names.items()}, asked=_asked.is_set)
         except UsageError as error:
             raise UsageError(str(error)) from None  # a plain one can be sent
         finally:

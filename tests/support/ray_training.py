@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,8 @@ SMALL = (
     "lr_scheduler.warmup_steps=1",
 )
 """Eight pictures a step, encoded on the fly; no validation, no pictures drawn; every step on the console."""
+_NAME = "SD_LIGHTNING_TESTED_RUN"
+"""Environment variable by which a run's workers are found."""
 
 
 class Training:
@@ -33,8 +36,9 @@ class Training:
         launcher = ("launcher=ray", f"launcher.address={address}") if address else ()
         length = (f"trainer.max_steps={steps}", f"lr_scheduler.total_steps={steps}")
         command = [sys.executable, "-m", "sd_lightning.train", *launcher, *SMALL, *length, f"output_dir={output_dir}"]
+        environment = os.environ | {_NAME: str(output_dir)}
         with self.file.open("w") as output:
-            self.program = subprocess.Popen([*command, *overrides], stdout=output, stderr=subprocess.STDOUT)
+            self.program = subprocess.Popen([*command, *overrides], stdout=output, stderr=output, env=environment)
 
     def output(self) -> str:
         return self.file.read_text(errors="replace")
@@ -54,27 +58,24 @@ class Training:
     def worker(self, rank: int) -> psutil.Process:
         """Return the process of a rank, of two."""
         first = int((self.output_dir / ".lock").read_text().split()[0])
-        (other,) = [p for p in workers() if p.pid != first]
+        (other,) = [each for each in self.workers() if each.pid != first]
         return psutil.Process(first) if rank == 0 else other
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes of Ray's workers that train."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            is_worker = " ".join(process.info["cmdline"] or []).startswith("ray::RayTrainWorker")
+            with suppress(psutil.Error):
+                if is_worker and process.environ().get(_NAME) == str(self.output_dir):
+                    found.append(process)
+        return found
 
     def end(self) -> None:
         """End what is left of it."""
         if self.program.poll() is None:
             self.program.send_signal(signal.SIGKILL)
             self.program.wait(30)
-
-
-def workers() -> list[psutil.Process]:
-    """Return the processes of Ray Train's workers on this machine that are children of this user's Ray."""
-    user = os.getuid()
-    processes = psutil.process_iter(["cmdline", "uids", "status"])
-    return [
-        p
-        for p in processes
-        if p.info["uids"].real == user
-        and p.info["status"] != psutil.STATUS_ZOMBIE
-        and " ".join(p.info["cmdline"] or []).startswith("ray::RayTrainWorker")
-    ]
 
 
 def weights(run_dir: Path) -> dict[str, bytes]:

@@ -1,5 +1,6 @@
 """Training on Ray: what crosses to the workers, workers that die or are asked to leave, and what is refused."""
 
+import os
 import random
 import re
 import signal
@@ -14,6 +15,7 @@ from ray_training import Training, weights
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import launching
 from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.remote import training
 from sd_lightning.remote.launchers import Ray
 
 Start = Callable[..., Training]
@@ -22,16 +24,15 @@ Start = Callable[..., Training]
 @pytest.fixture
 def start(ray_address: str, tmp_path: Path) -> Iterator[Start]:
     """Start a training with two workers, in `tmp_path/<name>`; it is ended after the test."""
-    started = []
+    started: list[Training] = []
 
     def begin(name: str, *overrides: str, address: str | None = ray_address, **options: Any) -> Training:
-        training = Training(address, tmp_path / name, *overrides, **options)
-        started.append(training)
-        return training
+        started.append(Training(address, tmp_path / name, *overrides, **options))
+        return started[-1]
 
     yield begin
-    for training in started:
-        training.end()
+    for each in started:
+        each.end()
 
 
 WORKERS = "launcher.num_workers=2"
@@ -81,6 +82,33 @@ class TestWhatCrosses:
             {"devices": 2, "num_nodes": 3},
             {"devices": 1, "num_nodes": 3},
         ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "place"), [({2}, "2 4 0 2 1 2"), ({2, 3}, "2 4 0 1 2 4")], ids=["equal machines", "unequal machines"]
+)
+def test_a_worker_is_a_rank_as_under_torchrun(monkeypatch: pytest.MonkeyPatch, sizes: set[int], place: str) -> None:
+    import ray.train
+
+    numbers = {"world_rank": 2, "world_size": 4, "local_rank": 0, "local_world_size": 2, "node_rank": 1}
+    context = type("Context", (), {f"get_{name}": lambda self, n=n: n for name, n in numbers.items()})
+    monkeypatch.setattr(ray.train, "get_context", context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: None if sizes == {2} else Gpus())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "environ", environment := {"CUDA_VISIBLE_DEVICES": "0,1"})
+    training._become_rank("192.0.2.1", 4242, 1, sizes)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+    assert " ".join(environment[name] for name in names.split()) == place
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("192.0.2.1", "4242")
+    assert environment["CUDA_VISIBLE_DEVICES"] == ("0,1" if sizes == {2} else "1")
+    assert environment["TORCHELASTIC_RUN_ID"] and environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+class Gpus:
+    """What Ray says of a worker that has the second GPU of its machine."""
+
+    def get_accelerator_ids(self) -> dict[str, list[str]]:
+        return {"GPU": ["1"]}
 
 
 class TestRefusals:
@@ -155,18 +183,18 @@ def test_a_worker_that_dies_costs_the_steps_since_the_checkpoint(start: Start, t
 
 @pytest.mark.slow
 def test_workers_that_are_asked_to_leave_save_first(start: Start) -> None:
-    training = start("asked", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
-    training.wait_for("step 4/400 |")
-    training.worker(1).terminate()
-    training.wait_for("got SIGTERM, saved and left; the run goes on from step ")
-    shown = training.output()
+    run = start("asked", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
+    run.wait_for("step 4/400 |")
+    run.worker(1).terminate()
+    run.wait_for("got SIGTERM, saved and left; the run goes on from step ")
+    shown = run.output()
     left = max(int(step) for step in re.findall(r"step (\d+)/400", shown))
     assert f"goes on from step {left} with 2 workers" in shown, shown
-    training.wait_for(f"step {left + 2}/400 |")
-    training.program.send_signal(signal.SIGINT)
-    assert training.wait() == 75, training.output()
-    stopped = re.findall(r"stopped by a signal at step (\d+); saved", training.output())
-    assert stopped[0] == str(left) and int(stopped[1]) > left, training.output()
+    run.wait_for(f"step {left + 2}/400 |")
+    run.program.send_signal(signal.SIGINT)
+    assert run.wait() == 75, run.output()
+    stopped = re.findall(r"stopped by a signal at step (\d+); saved", run.output())
+    assert stopped[0] == str(left) and int(stopped[1]) > left, run.output()
 
 
 @pytest.mark.slow
@@ -188,11 +216,11 @@ def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_many_deaths_end_the_run_with_what_died_and_where_it_goes_on(start: Start) -> None:
-    training = start("dead", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
-    training.wait_for("step 4/400 |")
-    training.worker(0).kill()
-    assert training.wait() == 1, training.output()
-    last = training.output().splitlines()[-1]
+    run = start("dead", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
+    run.wait_for("step 4/400 |")
+    run.worker(0).kill()
+    assert run.wait() == 1, run.output()
+    last = run.output().splitlines()[-1]
     assert re.search(r"ERROR: launcher=ray: rank 0 .*died.*max_failures=0; resume=auto goes on from step 3", last), last
 
 
@@ -230,13 +258,13 @@ def cluster() -> Iterator[Any]:
 def test_a_node_that_leaves_is_replaced(start: Start, tmp_path: Path, cluster: Any) -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
     cluster.wait_for_nodes()
-    training = start("node", WORKERS, "strategy=fsdp", address=cluster.address, steps=20)
-    training.wait_for("step 5/20 |")
-    of_rank_1 = training.worker(1).parent()  # its raylet
+    run = start("node", WORKERS, "strategy=fsdp", address=cluster.address, steps=20)
+    run.wait_for("step 5/20 |")
+    of_rank_1 = run.worker(1).parent()  # its raylet
     (lost,) = [n for n in nodes if of_rank_1 is not None and n.all_processes["raylet"][0].process.pid == of_rank_1.pid]
     cluster.remove_node(lost, allow_graceful=False)
-    assert training.wait() == 0, training.output()[-4000:]
-    assert training.output().count("the run goes on from step") == 1, training.output()
+    assert run.wait() == 0, run.output()[-4000:]
+    assert run.output().count("the run goes on from step") == 1, run.output()
     local = start("local", "strategy=fsdp", "trainer.devices=2", address=None, steps=20)
     assert local.wait() == 0, local.output()
     assert weights(tmp_path / "node") == weights(tmp_path / "local")
@@ -249,16 +277,16 @@ def test_a_node_that_will_be_taken_away_is_left_in_time(start: Start, cluster: A
 
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
     cluster.wait_for_nodes()
-    training = start("drained", WORKERS, "strategy=ddp", "launcher.max_failures=0", address=cluster.address, steps=400)
-    training.wait_for("step 5/400 |")
-    of_rank_1 = training.worker(1).parent()
+    run = start("drained", WORKERS, "strategy=ddp", "launcher.max_failures=0", address=cluster.address, steps=400)
+    run.wait_for("step 5/400 |")
+    of_rank_1 = run.worker(1).parent()
     (lost,) = [n for n in nodes if of_rank_1 is not None and n.all_processes["raylet"][0].process.pid == of_rank_1.pid]
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline = int((time.time() + 240) * 1000)
     GcsClient(address=cluster.address).drain_node(lost.node_id, reason, "taken away", deadline)
-    training.wait_for("loses its machine, saved and left; the run goes on from step ")
-    left = max(int(step) for step in re.findall(r"step (\d+)/400", training.output()))
-    assert f"goes on from step {left} with 2 workers" in training.output(), training.output()
-    training.wait_for(f"step {left + 1}/400 |")
-    training.program.send_signal(signal.SIGTERM)
-    assert training.wait() == 75, training.output()
+    run.wait_for("loses its machine, saved and left; the run goes on from step ")
+    left = max(int(step) for step in re.findall(r"step (\d+)/400", run.output()))
+    assert f"goes on from step {left} with 2 workers" in run.output(), run.output()
+    run.wait_for(f"step {left + 1}/400 |")
+    run.program.send_signal(signal.SIGTERM)
+    assert run.wait() == 75, run.output()

@@ -115,10 +115,8 @@ def launch(
     check_resources(_WHO, wanted, setting="launcher.num_workers")
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(options.start_seconds)
     os.environ.update(_OF_RAY | os.environ)
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    console = ray.remote(num_cpus=0, scheduling_strategy=here)(Console).remote()
+    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+    console = ray.remote(num_cpus=0, resources=here)(Console).remote()
     with _probe(folder) as probe, tempfile.TemporaryDirectory(prefix="sd-lightning-ray-") as storage:
         versions = package_versions()
         trainer = _trainer(options, lambda: _work(run, console, versions, probe), console, each, storage)
@@ -149,8 +147,10 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
         each: What each worker reserves.
         storage: Folder for Ray's own records, which nothing reads again.
     """
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+    import ray.train
     from ray.train.backend import Backend, BackendConfig
+    from ray.train.v2.api.callback import UserCallback
+    from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     least, most = options.worker_range
@@ -161,7 +161,7 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
 
         def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
             console.write.remote("start", (self.starts, len(worker_group)))
-            sizes = set(worker_group.execute(_local_world_size))
+            sizes = set(worker_group.execute(lambda: ray.train.get_context().get_local_world_size()))
             worker_group.execute(_become_rank, *worker_group.execute_single(0, _free_address), self.starts, sizes)
             self.starts += 1
 
@@ -188,7 +188,7 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
             resources_per_worker=dict(each),
             label_selector=dict(options.labels) if options.labels else None,
         ),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[arg-type]  # annotated as that of Ray Train's first version
             name=f"run-{secrets.token_hex(8)}",  # Ray would go on with the records of a name used before
             storage_path=storage,
             failure_config=FailureConfig(options.max_failures, controller_failure_limit=options.max_failures),
@@ -222,30 +222,26 @@ class _Launch:
                 failures.append(error)
 
         thread = threading.Thread(target=work, daemon=True)  # in the main thread, Ray would not save at Ctrl-C
-        with self._handling():
+        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
             thread.start()
             while thread.is_alive():
                 if self._signals:
                     ray.get(self._console.stop.remote())
                 thread.join(0.3)
                 self._show(ray.get(self._console.read.remote()))
-        return self._give_up(failures[0]) if failures else self._code
-
-    @contextmanager
-    def _handling(self) -> Iterator[None]:
-        """Let the first signal stop the run after a step, and a second Ctrl-C at once."""
-
-        def handle(number: int, *_: object) -> None:
-            self._signals += 1
-            if self._signals > 1 and number == signal.SIGINT:
-                raise KeyboardInterrupt
-
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
+        except ray.exceptions.RayError as error:  # the cluster is gone
+            failures.append(error)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        return self._give_up(failures[0]) if failures else self._code
+
+    def _handle(self, number: int, *_: object) -> None:
+        """Let the first signal stop the run after a step, and a second Ctrl-C at once."""
+        self._signals += 1
+        if self._signals > 1 and number == signal.SIGINT:
+            raise KeyboardInterrupt
 
     def _show(self, events: list[tuple[str, Any]]) -> None:
         for kind, value in events:
@@ -267,10 +263,12 @@ class _Launch:
         reason = getattr(error, "controller_failure", None)
         if isinstance(reason, UsageError):
             raise reason
+        text = f"the workers did not start: {reason}; ray status shows what there is"
         if reason is None:
             sys.stderr.write(f"{error}\n")
-        how = f"{self._cause}; that was more than launcher.max_failures={self._max_failures}"
-        text = how if reason is None else f"the workers did not start: {reason}; ray status shows what there is"
+            text = f"{self._cause}; that was more than launcher.max_failures={self._max_failures}"
+        if reason is self._cause is None:
+            text = f"Ray failed ({type(error).__name__})"
         log.error("%s: %s; resume=auto goes on %s", _WHO, " ".join(text.split()), self._position())
         return 1
 
@@ -290,12 +288,6 @@ def _cause(failures: Mapping[int, Exception]) -> str:
 
 
 # What follows runs in the workers.
-
-
-def _local_world_size() -> int:
-    import ray.train
-
-    return int(ray.train.get_context().get_local_world_size())
 
 
 def _free_address() -> tuple[str, int]:

@@ -290,3 +290,18 @@ def test_a_node_that_will_be_taken_away_is_left_in_time(start: Start, cluster: A
     run.wait_for(f"step {left + 1}/400 |")
     run.program.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.output()
+
+
+@pytest.mark.full("cluster")
+def test_a_run_grows_with_the_cluster_and_saves_first(start: Start, tmp_path: Path, cluster: Any) -> None:
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    run = start("elastic", "launcher.num_workers=[1,2]", "strategy=ddp", address=cluster.address, steps=4000)
+    run.wait_for("step 4/4000 |")
+    cluster.add_node(num_cpus=1)
+    run.wait_for("the number of workers changes; the run goes on from step ")
+    left = max(int(step) for step in re.findall(r"step (\d+)/4000", run.output()))
+    assert f"goes on from step {left} with 2 workers" in run.output(), run.output()[-4000:]
+    run.wait_for(f"step {left + 1}/4000 |")
+    run.program.send_signal(signal.SIGINT)
+    assert run.wait() == 75, run.output()[-4000:]

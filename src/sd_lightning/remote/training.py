@@ -254,9 +254,10 @@ class _Launch:
             else:
                 starts, num_workers = value
                 if starts:
-                    cause = self._cause or "the number of workers changes"
+                    cause, self._cause = self._cause or "the number of workers changes", None
                     log.warning("%s; the run goes on %s with %d workers", cause, self._position(), num_workers)
-                self._cause = None
+                else:
+                    log.info("%s: %d worker(s) have started, and import what they need", _WHO, num_workers)
 
     def _give_up(self, error: Exception) -> int:
         """Tell why the run ends, and return its exit code; raise the run's ``UsageError``."""

@@ -138,7 +138,7 @@ def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
     """Check the configuration, resolve it in place, and return the task to run with it."""
     from omegaconf import OmegaConf
 
-    _log_to_console()
+    log_to_console()
     check_additions(command_line)
     check(cfg, reserved=program.reserved, hints=program.hints, default_at=command_line.default_at)
     OmegaConf.resolve(cfg)  # ${hydra:…} is not available once the task runs
@@ -195,7 +195,7 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(f"{self.format(record)}\n")
 
 
-def _log_to_console() -> None:
+def log_to_console() -> None:
     """Show this package's log messages on stderr; only warnings on ranks other than 0."""
     package_log = logging.getLogger("sd_lightning")
     if not package_log.handlers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -59,7 +60,7 @@ def run(cfg: DictConfig) -> int:
     Returns:
         Exit code of :func:`sd_lightning.apps.train.run`.
     """
-    return train.run(subject_run(RunSpec.of(cfg)), prepare=prepare)
+    return train.start(subject_run(RunSpec.of(cfg)), functools.partial(train.run, prepare=prepare))
 
 
 def subject_run(spec: RunSpec) -> RunSpec:

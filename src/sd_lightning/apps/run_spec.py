@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     from sd_lightning.models.learned_token import LearnedToken
     from sd_lightning.models.lora import Lora
     from sd_lightning.planner.checkpointing import Recomputation
-    from sd_lightning.remote.launchers import Local, Ray
+    from sd_lightning.remote import launchers
     from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
 
 AUTO = "auto"
 _ABSENT = object()
+_PATHS = ("dir", "path", "file")
+"""Ends of the names of settings that are paths."""
+_PLACES = ("resume", "init_from", "pretrained", "vae", "store", "dataset_name", "config")
+"""Settings that may be paths, or names on a hub."""
 OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 """Arguments of ``load_model`` that name a pretrained model."""
 
@@ -147,6 +152,26 @@ class RunSpec:
         changed = {path.partition(".")[0] for path in changes}
         return dataclasses.replace(self, settings=settings, _built=self._built_without(changed))
 
+    def with_absolute_paths(self) -> RunSpec:
+        """Return this run for processes with another working directory.
+
+        Absolute become ``…dir``, ``…path`` and ``…file`` settings, what lies in ``output_dir``, and names of models,
+        data and files that exist on this disk; not URLs.
+        """
+        inside = f"{self['output_dir']}{os.sep}"
+
+        def absolute(node: Any, key: str = "") -> Any:
+            if isinstance(node, Mapping):
+                return {name: absolute(each, str(name)) for name, each in node.items()}
+            if isinstance(node, list):
+                return [absolute(each, key) for each in node]
+            if not isinstance(node, str) or not node or "://" in node:
+                return node
+            is_path = key.endswith(_PATHS) or node.startswith(inside) or (key in _PLACES and os.path.exists(node))
+            return os.path.abspath(node) if is_path else node
+
+        return dataclasses.replace(self, settings=absolute(self.settings), _built={})
+
     def resuming(self, checkpoint: Path, *, batch_size: int) -> RunSpec:
         """Return this run as the continuation of a checkpoint, of a run with a batch size."""
         built = self._built_without({"callbacks"})
@@ -192,7 +217,8 @@ class RunSpec:
         return self._part("speed")
 
     @property
-    def launcher(self) -> Local | Ray:
+    def launcher(self) -> launchers.Local | launchers.Ray:
+        """Who starts the processes."""
         return self._part("launcher")
 
     @property

@@ -19,6 +19,7 @@ from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
+from sd_lightning.remote.launchers import Ray
 from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.runs import PLAN
@@ -38,28 +39,50 @@ log = logging.getLogger(__name__)
 
 def train(cfg: DictConfig) -> int:
     """Train a latent-diffusion model; return the exit code of :func:`run`."""
-    return run(RunSpec.of(cfg))
+    return start(RunSpec.of(cfg), run)
 
 
-def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> int:
+def start(spec: RunSpec, run: Callable[..., int]) -> int:
+    """Call :func:`run`, or a partial of it, where the launcher says; return its exit code."""
+    if not isinstance(spec.launcher, Ray):
+        return run(spec)
+    from sd_lightning.apps.launching import launch
+
+    return launch(spec, spec.launcher, run)
+
+
+def run(
+    spec: RunSpec,
+    *,
+    prepare: Callable[[RunSpec], None] | None = None,
+    asked: Callable[[], bool] | None = None,
+) -> int:
     """Train a latent-diffusion model.
 
     Args:
         spec: The run.
         prepare: Called after all checks that need neither data nor model, before these are built.
+        asked: Returns whether to stop after a step, as at a signal; called at every step.
 
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
     use_expandable_segments()
     with in_bucket(spec) as uploads:
-        code = _run(spec, prepare, uploads)
+        code = _run(spec, prepare, asked, uploads)
         if uploads is not None:
             uploads.finish(everything=code == 0)
     return code
 
 
-def _run(spec: RunSpec, prepare: Callable[[RunSpec], None] | None, uploads: RunUploads | None) -> int:
+def _run(
+    spec: RunSpec,
+    prepare: Callable[[RunSpec], None] | None,
+    asked: Callable[[], bool] | None,
+    uploads: RunUploads | None,
+) -> int:
+    from sd_lightning.callbacks import StopOnSignal
+
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
@@ -81,6 +104,9 @@ def _run(spec: RunSpec, prepare: Callable[[RunSpec], None] | None, uploads: RunU
         if is_first_process():
             print(*choice.lines(), sep="\n")
     trainer = build_trainer(spec)
+    stop = callback_of(trainer, StopOnSignal)
+    if stop is not None:
+        stop.asked = asked
     spec.model.check()
     if spec.speed.limits_activations:
         from sd_lightning.apps.planning import recomputation

@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -31,6 +32,7 @@ EXIT_INTERRUPTED = 75
 class StopOnSignal(StepCallback):
     """Callback that stops after the current optimizer step on SIGTERM or SIGINT; the checkpoint callback then saves.
 
+    So it does when ``asked``, a function that may be set, returns True: for launchers that announce the end otherwise.
     A second SIGINT interrupts at once. All ranks stop at the same step, whichever rank received the signal: with
     several processes one step later, so that none of them waits for its device.
     """
@@ -38,6 +40,7 @@ class StopOnSignal(StepCallback):
     def __init__(self) -> None:
         self._is_asked = Lagged()
         self.received: signal.Signals | None = None
+        self.asked: Callable[[], bool] | None = None
         self.stopped = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -64,11 +67,12 @@ class StopOnSignal(StepCallback):
             trainer.should_stop = True
 
     def _stops(self, trainer: pl.Trainer) -> bool:
-        """Return whether this process got a signal, or with several, whether any had one at the step before."""
+        """Return whether this process was asked to stop, or with several, whether any was at the step before."""
         engine = engine_of(trainer.strategy)
+        is_asked = self.received is not None or (self.asked is not None and self.asked())
         if not engine.has_peers:
-            return self.received is not None
-        own = torch.full((1,), float(self.received is not None), device=trainer.strategy.root_device)
+            return is_asked
+        own = torch.full((1,), float(is_asked), device=trainer.strategy.root_device)
         return self._is_asked.swap(engine.max_over_ranks(own)) == [1.0]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

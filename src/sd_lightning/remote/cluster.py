@@ -17,7 +17,7 @@ _ANSWER_SECONDS = 10.0
 _START = "start one with: ray start --head, and give the host:port that it prints"
 
 
-def connect(who: str, address: str | None = None, *, num_cpus: int | None = None) -> Any:
+def connect(who: str, address: str | None = None, *, num_cpus: int | None = None, logs: bool = True) -> Any:
     """Connect this process to a Ray cluster, unless it is connected already, and return the module ``ray``.
 
     Args:
@@ -26,6 +26,7 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
             one that the environment variable RAY_ADDRESS names, else a new one on this machine, which ends with this
             process.
         num_cpus: Logical CPUs of a new cluster; None for as many as this machine has.
+        logs: Whether Ray shows here what its workers write.
 
     Raises:
         UsageError: Ray is not installed, or no cluster answers at the address.
@@ -38,9 +39,10 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
         _check_answers(who, named)
     try:
         if named:
-            ray.init(address=named, logging_level=logging.ERROR)
+            ray.init(address=named, logging_level=logging.ERROR, log_to_driver=logs)
         else:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+            quiet = {"logging_level": logging.ERROR, "log_to_driver": logs}
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"at {named}" if named else "on this machine"
         raise UsageError(

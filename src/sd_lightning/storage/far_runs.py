@@ -72,16 +72,17 @@ def _place(kind: str, url: str) -> Path:
             f"{url}: no place of a run; expected {', '.join(f'{each}://bucket/folder' for each in PROVIDERS)}, without "
             "empty names, . and .."
         )
-    return Path(_cache(), kind, protocol, *names)
+    return Path(cache(), kind, protocol, *names)
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """Return the folder for runs in buckets."""
     return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "sd_lightning").absolute()
 
 
 def url_of(path: Path) -> str | None:
     """Return the URL that a path of this cache stands for; None for other paths."""
-    path, cache = path.absolute(), _cache()
+    path, cache = path.absolute(), cache()
     names = path.relative_to(cache).parts if path.is_relative_to(cache) else ()
     is_ours = len(names) > 2 and names[0] in ("runs", "fetched", "records") and names[1] in PROVIDERS
     return f"{names[1]}://{'/'.join(names[2:])}" if is_ours else None
@@ -94,7 +95,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 def is_copy(path: Path) -> bool:
     """Return whether a path belongs to a copy, of which files may be missing here."""
-    return url_of(path) is not None and path.absolute().is_relative_to(_cache() / "fetched")
+    return url_of(path) is not None and path.absolute().is_relative_to(cache() / "fetched")
 
 
 def newer(run_dir: Path, newest: Path | None) -> Path | None:

@@ -47,6 +47,8 @@ from sd_lightning.strategies.processes.rank_health import (
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 1
+listeners: list[Callable[[str], object]] = []
+"""Functions that hear why a run ends, for who starts it again; their errors are ignored."""
 GRACE = 3.0  # seconds for other ranks to report the same exception
 FAREWELL = 10.0  # seconds for other ranks to end
 CONNECT = 20.0  # seconds to connect to rank 0, which listens already
@@ -194,6 +196,9 @@ class Watchdog(threading.Thread):
             say(f"error: {cause.text}; rank {self.rank} ends the run, continue from the last checkpoint")
         if self.rank in cause.ranks and self.failure is None:
             faulthandler.dump_traceback(all_threads=True)  # where it is stuck
+        for listener in listeners:
+            with suppress(Exception):
+                listener(cause.text)
         self._settle(cause)
         self._released.set()
         if self.failure is not None:

@@ -1,0 +1,307 @@
+"""Training on Ray: what crosses to the workers, workers that die or are asked to leave, and what is refused."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_training import Training, weights
+from sd_lightning._errors import UsageError
+from sd_lightning.apps import launching
+from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.remote import training
+from sd_lightning.remote.launchers import Ray
+
+Start = Callable[..., Training]
+
+
+@pytest.fixture
+def start(ray_address: str, tmp_path: Path) -> Iterator[Start]:
+    """Start a training with two workers, in `tmp_path/<name>`; it is ended after the test."""
+    started: list[Training] = []
+
+    def begin(name: str, *overrides: str, address: str | None = ray_address, **options: Any) -> Training:
+        started.append(Training(address, tmp_path / name, *overrides, **options))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.end()
+
+
+WORKERS = "launcher.num_workers=2"
+
+
+class TestWhatCrosses:
+    def test_paths_are_absolute_and_names_stay(self, compose: Any, tmp_path: Path) -> None:
+        (tmp_path / "base").mkdir()
+        spec = RunSpec(
+            {
+                "output_dir": "runs/a",
+                "resume": "auto",
+                "init_from": "base",
+                "model": {"pretrained": "stabilityai/sd-turbo", "vae": "base"},
+                "data": {"train_data_dir": "photos", "val_data_dir": "s3://bucket/val", "split": "base"},
+                "callbacks": {"samples": {"run_dir": "runs/a"}, "own": [{"name": "runs/a/own.txt"}]},
+            }
+        ).with_absolute_paths()
+        assert spec["output_dir"] == spec["callbacks.samples.run_dir"] == str(tmp_path / "runs/a")
+        assert spec["init_from"] == spec["model.vae"] == str(tmp_path / "base")
+        assert spec["data"] == {
+            "train_data_dir": str(tmp_path / "photos"),
+            "val_data_dir": "s3://bucket/val",
+            "split": "base",
+        }
+        assert (spec["resume"], spec["model.pretrained"]) == ("auto", "stabilityai/sd-turbo")
+        assert spec["callbacks.own"] == [{"name": str(tmp_path / "runs/a/own.txt")}]
+
+    def test_a_new_start_resumes_only_what_this_launch_saved(self, tmp_path: Path) -> None:
+        old = tmp_path / "checkpoints" / "step-00000004"
+        old.mkdir(parents=True)
+        settings = {"output_dir": str(tmp_path), "resume": None, "overwrite": True, "trainer": {}}
+        calls: list[RunSpec] = []
+
+        def run(spec: RunSpec, *, asked: Any) -> int:
+            calls.append(spec)
+            return 0
+
+        begin = launching._Start(RunSpec(settings), run, launching._saved(tmp_path))
+        begin(devices=2, num_nodes=3, is_restart=False, asked=bool)
+        begin(devices=2, num_nodes=3, is_restart=True, asked=bool)
+        (tmp_path / "checkpoints" / "step-00000008").mkdir()
+        begin(devices=1, num_nodes=3, is_restart=True, asked=bool)
+        assert [(spec["resume"], spec["overwrite"]) for spec in calls] == [(None, True), (None, True), ("auto", False)]
+        assert [spec["trainer"] for spec in calls] == [
+            {"devices": 2, "num_nodes": 3},
+            {"devices": 2, "num_nodes": 3},
+            {"devices": 1, "num_nodes": 3},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "place"), [({2}, "2 4 0 2 1 2"), ({2, 3}, "2 4 0 1 2 4")], ids=["equal machines", "unequal machines"]
+)
+def test_a_worker_is_a_rank_as_under_torchrun(monkeypatch: pytest.MonkeyPatch, sizes: set[int], place: str) -> None:
+    import ray.train
+
+    numbers = {"world_rank": 2, "world_size": 4, "local_rank": 0, "local_world_size": 2, "node_rank": 1}
+    context = type("Context", (), {f"get_{name}": lambda self, n=n: n for name, n in numbers.items()})
+    monkeypatch.setattr(ray.train, "get_context", context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: None if sizes == {2} else Gpus())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "environ", environment := {"CUDA_VISIBLE_DEVICES": "0,1"})
+    training._become_rank("192.0.2.1", 4242, 1, sizes)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+    assert " ".join(environment[name] for name in names.split()) == place
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("192.0.2.1", "4242")
+    assert environment["CUDA_VISIBLE_DEVICES"] == ("0,1" if sizes == {2} else "1")
+    assert environment["TORCHELASTIC_RUN_ID"] and environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+class Gpus:
+    """What Ray says of a worker that has the second GPU of its machine."""
+
+    def get_accelerator_ids(self) -> dict[str, list[str]]:
+        return {"GPU": ["1"]}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ([], r"launcher.num_workers=2: strategy=single is one process.*strategy=ddp"),
+            (
+                ["strategy=ddp", "trainer.devices=3"],
+                r"trainer.devices=3 ask\(s\) for 3 process.*leave trainer.devices out",
+            ),
+            (["strategy=ddp", "data.batch_size=1"], r"data.batch_size=1 .*2 process"),
+            (
+                ["strategy=ddp", "launcher.num_workers=[2,12]", "data.batch_size=8"],
+                r"launcher.num_workers=\[2, 12\]: data.batch_size=8 .*write data.batch_size=12 or more",
+            ),
+        ],
+    )
+    def test_of_numbers(self, compose: Any, overrides: list[str], message: str) -> None:
+        spec = RunSpec.of(compose("train", "launcher=ray", WORKERS, *overrides))
+        assert isinstance(spec.launcher, Ray)
+        with pytest.raises(UsageError, match=message):
+            launching.launch(spec, spec.launcher, print)
+
+    def test_of_a_launcher_in_a_launcher(self, compose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = RunSpec.of(compose("train", "launcher=ray", WORKERS, "strategy=ddp"))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert isinstance(spec.launcher, Ray)
+        with pytest.raises(UsageError, match=r"another launcher has started 2 processes.*without torchrun"):
+            launching.launch(spec, spec.launcher, print)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["launcher.gpus_per_worker=1"], r"asks for 2 GPU; the Ray cluster has 0.*launcher.num_workers"),
+            (["launcher.gpus_per_worker=0.5"], r"launcher.gpus_per_worker=0.5: a process trains on one GPU"),
+            (["launcher.num_workers=9"], r"asks for 9 CPU; the Ray cluster has 8"),
+        ],
+    )
+    def test_of_the_cluster(self, compose: Any, ray: Any, overrides: list[str], message: str) -> None:
+        spec = RunSpec.of(compose("train", "launcher=ray", WORKERS, "strategy=ddp", *overrides))
+        assert isinstance(spec.launcher, Ray)
+        with pytest.raises(UsageError, match=message):
+            launching.launch(spec, spec.launcher, print)
+        assert not Path(spec["output_dir"]).exists()
+
+
+@pytest.mark.slow
+def test_two_workers_train_as_two_processes_do(start: Start, tmp_path: Path) -> None:
+    ray_run = start("ray", WORKERS, "strategy=ddp", "resume=auto")
+    assert ray_run.wait() == 0, ray_run.output()
+    local = start("local", "strategy=ddp", "trainer.devices=2", address=None)
+    assert local.wait() == 0, local.output()
+    assert weights(tmp_path / "ray") == weights(tmp_path / "local")
+    shown = ray_run.output()
+    assert shown.count("step 8/8 |") == shown.count("steps              8 in") == 1, shown  # each line once
+    assert not list((tmp_path / "ray").glob(".tmp*"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_the_steps_since_the_checkpoint(start: Start, tmp_path: Path) -> None:
+    killed = start("killed", WORKERS, "strategy=gemini", steps=10)
+    killed.wait_for("step 5/10 |")
+    killed.worker(1).kill()
+    assert killed.wait() == 0, killed.output()
+    lines = [line for line in killed.output().splitlines() if "the run goes on from step" in line]
+    assert len(lines) == 1 and "rank 1" in lines[0] and "died" in lines[0], killed.output()
+    local = start("local", "strategy=gemini", "trainer.devices=2", address=None, steps=10)
+    assert local.wait() == 0, local.output()
+    assert weights(tmp_path / "killed") == weights(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_workers_that_are_asked_to_leave_save_first(start: Start) -> None:
+    run = start("asked", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
+    run.wait_for("step 4/400 |")
+    run.worker(1).terminate()
+    run.wait_for("got SIGTERM, saved and left; the run goes on from step ")
+    shown = run.output()
+    left = max(int(step) for step in re.findall(r"step (\d+)/400", shown))
+    assert f"goes on from step {left} with 2 workers" in shown, shown
+    run.wait_for(f"step {left + 2}/400 |")
+    run.program.send_signal(signal.SIGINT)
+    assert run.wait() == 75, run.output()
+    stopped = re.findall(r"stopped by a signal at step (\d+); saved", run.output())
+    assert stopped[0] == str(left) and int(stopped[1]) > left, run.output()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    wrong = start("wrong", WORKERS, "strategy=ddp", "data=images", f"data.train_data_dir={tmp_path / 'photos'}")
+    blind = start("blind", WORKERS, "strategy=ddp")  # a folder that the workers do not see
+    until = time.monotonic() + 120
+    while not (probes := list((tmp_path / "blind").glob(".tmp-*"))):
+        assert time.monotonic() < until and blind.program.poll() is None, blind.output()
+        time.sleep(0.05)
+    probes[0].unlink()
+    assert blind.wait() == 2, blind.output()
+    assert re.search(rf"error: launcher=ray: \S+ cannot see output_dir={tmp_path}/blind; expected", blind.output())
+    assert wrong.wait() == 2, wrong.output()
+    assert re.search(r"^error: ImageFolder: .*photos' holds no usable", wrong.output(), re.MULTILINE), wrong.output()
+    assert "goes on" not in wrong.output() + blind.output()
+
+
+@pytest.mark.slow
+def test_too_many_deaths_end_the_run_with_what_died_and_where_it_goes_on(start: Start) -> None:
+    run = start("dead", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
+    run.wait_for("step 4/400 |")
+    run.worker(0).kill()
+    assert run.wait() == 1, run.output()
+    last = run.output().splitlines()[-1]
+    assert re.search(r"ERROR: launcher=ray: rank 0 .*died.*max_failures=0; resume=auto goes on from step 3", last), last
+
+
+@pytest.mark.full("cluster")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gemini"])
+def test_five_deaths_leave_no_trace_in_the_weights(start: Start, tmp_path: Path, strategy: str) -> None:
+    steps, chance = 40, random.Random(strategy)
+    killed = start("killed", WORKERS, f"strategy={strategy}", "launcher.max_failures=5", steps=steps)
+    for number in range(5):
+        step = chance.randint(number * 7 + 2, number * 7 + 8)
+        killed.wait_for(f"step {step}/{steps} |")
+        killed.worker(1).kill()
+        until = time.monotonic() + 120
+        while killed.output().count("the run goes on from") <= number:
+            assert time.monotonic() < until and killed.program.poll() is None, killed.output()[-4000:]
+            time.sleep(0.1)
+    assert killed.wait() == 0, killed.output()[-4000:]
+    assert killed.output().count("rank 1") >= 5
+    local = start("local", f"strategy={strategy}", "trainer.devices=2", address=None, steps=steps)
+    assert local.wait() == 0, local.output()
+    assert weights(tmp_path / "killed") == weights(tmp_path / "local")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of a head without CPUs, to which a test adds nodes."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.mark.full("cluster")
+def test_a_node_that_leaves_is_replaced(start: Start, tmp_path: Path, cluster: Any) -> None:
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    cluster.wait_for_nodes()
+    run = start("node", WORKERS, "strategy=fsdp", address=cluster.address, steps=20)
+    run.wait_for("step 5/20 |")
+    of_rank_1 = run.worker(1).parent()  # its raylet
+    (lost,) = [n for n in nodes if of_rank_1 is not None and n.all_processes["raylet"][0].process.pid == of_rank_1.pid]
+    cluster.remove_node(lost, allow_graceful=False)
+    assert run.wait() == 0, run.output()[-4000:]
+    assert run.output().count("the run goes on from step") == 1, run.output()
+    local = start("local", "strategy=fsdp", "trainer.devices=2", address=None, steps=20)
+    assert local.wait() == 0, local.output()
+    assert weights(tmp_path / "node") == weights(tmp_path / "local")
+
+
+@pytest.mark.full("cluster")
+def test_a_node_that_will_be_taken_away_is_left_in_time(start: Start, cluster: Any) -> None:
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    cluster.wait_for_nodes()
+    run = start("drained", WORKERS, "strategy=ddp", "launcher.max_failures=0", address=cluster.address, steps=400)
+    run.wait_for("step 5/400 |")
+    of_rank_1 = run.worker(1).parent()
+    (lost,) = [n for n in nodes if of_rank_1 is not None and n.all_processes["raylet"][0].process.pid == of_rank_1.pid]
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline = int((time.time() + 240) * 1000)
+    GcsClient(address=cluster.address).drain_node(lost.node_id, reason, "taken away", deadline)
+    run.wait_for("loses its machine, saved and left; the run goes on from step ")
+    left = max(int(step) for step in re.findall(r"step (\d+)/400", run.output()))
+    assert f"goes on from step {left} with 2 workers" in run.output(), run.output()
+    run.wait_for(f"step {left + 1}/400 |")
+    run.program.send_signal(signal.SIGTERM)
+    assert run.wait() == 75, run.output()
+
+
+@pytest.mark.full("cluster")
+def test_a_run_grows_with_the_cluster_and_saves_first(start: Start, tmp_path: Path, cluster: Any) -> None:
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    run = start("elastic", "launcher.num_workers=[1,2]", "strategy=ddp", address=cluster.address, steps=4000)
+    run.wait_for("step 4/4000 |")
+    cluster.add_node(num_cpus=1)
+    run.wait_for("the number of workers changes; the run goes on from step ")
+    left = max(int(step) for step in re.findall(r"step (\d+)/4000", run.output()))
+    assert f"goes on from step {left} with 2 workers" in run.output(), run.output()[-4000:]
+    run.wait_for(f"step {left + 1}/4000 |")
+    run.program.send_signal(signal.SIGINT)
+    assert run.wait() == 75, run.output()[-4000:]

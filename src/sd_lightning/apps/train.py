@@ -74,7 +74,7 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
         spec = replace(spec, recomputation=recomputation(spec, choice))
     if prepare is not None:
         prepare(spec)
-    datamodule = spec.build("data")
+    datamodule = build_data(spec)
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
     open_run(spec, trainer, choice)
@@ -92,6 +92,24 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, datamodule, spec)
+
+
+def build_data(spec: RunSpec) -> SDDataModule:
+    """Build the data, and before that what encodes them elsewhere.
+
+    Raises:
+        UsageError: Data or encoders cannot be built.
+    """
+    data = spec["data"]
+    if data.get("encoders") != "ray":
+        return spec.build("data")  # type: ignore[no-any-return]
+    from sd_lightning.remote.encoders import RayEncoders
+
+    settings = {name: data[f"encoder_{name}"] for name in ("resources", "labels")}
+    loaders = RayEncoders(data["num_encoders"], **settings, run=spec.output_dir)
+    if is_first_process():  # before data are read; the others are told the cluster
+        loaders.connect()
+    return spec.build("data", loaders=loaders)  # type: ignore[no-any-return]
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:

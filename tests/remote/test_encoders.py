@@ -40,8 +40,8 @@ def kill(ray: Any, loaders: RayEncoders, place: int) -> None:
 
 
 def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_line(ray: Any, tmp_path: Path) -> None:
-    near, loaders = fit(), RayEncoders(1, run=tmp_path)
-    far = fit(loaders, 12, Call({4: partial(kill, ray, loaders, 0)}))
+    near, loaders = fit(None, 7), RayEncoders(1, run=tmp_path)
+    far = fit(loaders, 7, Call({2: partial(kill, ray, loaders, 0)}))
     assert far == near
     assert far["held out"].keys() == {"val/loss", "val/caption_gap"}, "validation is encoded there, too"
     waits = loaders.waits()
@@ -207,6 +207,11 @@ def _arrays(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [array for each in value.values() for array in _arrays(each)]
     return [value] if isinstance(value, tuple) else []
+
+
+def test_a_store_has_no_such_setting(call_main: Callable[..., tuple[int, str]]) -> None:
+    code, out = call_main(train, "data=latents", "data.store=store", "data.encoders=ray")
+    assert (code, "data.encoders" in out, out.count("\n")) == (2, True, 1), out
 
 
 def test_what_contradicts_encoders_elsewhere_is_refused() -> None:

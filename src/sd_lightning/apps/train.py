@@ -102,14 +102,14 @@ def build_data(spec: RunSpec) -> SDDataModule:
     """
     data = spec["data"]
     if data.get("encoders") != "ray":
-        return spec.build("data")  # type: ignore[no-any-return]
+        return spec.build("data")
     from sd_lightning.remote.encoders import RayEncoders
 
     settings = {name: data[f"encoder_{name}"] for name in ("resources", "labels")}
     loaders = RayEncoders(data["num_encoders"], **settings, run=spec.output_dir)
     if is_first_process():  # before data are read; the others are told the cluster
         loaders.connect()
-    return spec.build("data", loaders=loaders)  # type: ignore[no-any-return]
+    return spec.build("data", loaders=loaders)
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:

@@ -85,7 +85,7 @@ class EncoderPool:
     def trouble(self) -> str | None:
         """Return which encoder keeps dying and how, if there is one."""
         for number in self._encoders:
-            *ended, _ = self._starts.get(number) or [None]
+            ended = self._starts.get(number, [])[:-1]
             if len(ended) >= _MOST_RESTARTS:
                 node, worker_id = ended[-1]
                 return (
@@ -149,7 +149,7 @@ def check_room(num_encoders: int, resources: Mapping[str, float]) -> None:
 def _end_of(worker_id: str) -> str:
     """Return how a process of the cluster has ended, as Ray has recorded it."""
     from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import WorkerTableData
+    from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]
 
     workers = map(WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
     ends = [each.exit_detail for each in workers if each.worker_address.worker_id.hex() == worker_id]

@@ -157,7 +157,8 @@ class RayEncoders:
             threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
             options["runtime_env"] = {"env_vars": threads}
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        pool = ray.remote(num_cpus=0, name=self._name, namespace=_NAMESPACE, scheduling_strategy=here)(EncoderPool)
+        remote: Any = ray.remote
+        pool = remote(num_cpus=0, name=self._name, namespace=_NAMESPACE, scheduling_strategy=here)(EncoderPool)
         for left in reversed(range(_TAKEN_SECONDS)):
             try:
                 actor = pool.remote(options, self._resources, os.getcwd())
@@ -251,7 +252,7 @@ class EncodedLoader:
             now = time.perf_counter()
             if last is not None:  # the first batch also waits for the networks
                 noted = {"seconds": now - last, "encoders": ready - asked, "network": now - ready, "busy": busy}
-                self.waits.update(noted | {"bytes": size})  # type: ignore[arg-type]
+                self.waits.update(noted | {"bytes": size})
             self.waits["number"], last = len(self._members), now
             yield batch
 

@@ -77,8 +77,8 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
         check_output_dir(spec.output_dir, resuming=spec["resume"] is not None, overwrite=spec["overwrite"], reads={})
     elif spec["overwrite"]:
         raise UsageError(
-            f"launcher=ray: output_dir={spec.url} overwrite=true: a start after a worker's death could not tell the old "
-            "run's checkpoints from its own; delete that run, or choose another output_dir"
+            f"launcher=ray: output_dir={spec.url} overwrite=true: a start after a worker's death could not tell the "
+            "old run's checkpoints from its own; delete that run, or choose another output_dir"
         )
     else:
         spec = spec.with_absolute_paths()

@@ -13,6 +13,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
+from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.models.checkpointing import SavedActivations, description
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import remedies
@@ -102,7 +103,9 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
     count, batch_size, micro_batches = spec.num_processes, spec["data.batch_size"], None
     if batch_size == AUTO:
         photos_only = {"class_prompts": None} if spec.get("data.class_prompts") else {}  # pictures are not drawn yet
-        num_samples = int(spec.build("data", batch_size=count, **photos_only).num_train_samples)
+        near = {f"data.{name}": value for name, value in vars(LoaderOptions()).items() if name in spec["data"]}
+        data = spec.with_settings(near).build("data", batch_size=count, **photos_only)
+        num_samples = int(data.num_train_samples)
         micro_batches = range(1, max(num_samples // count, 1) + 1)
     model = spec.model.describe()
     run = replace(run_of(spec, model, count), gradient_checkpointing=False)

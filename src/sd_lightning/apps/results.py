@@ -79,7 +79,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED, stopped_by_signal
     from sd_lightning.report import read_metrics, write_report
 
-    bad_samples = datamodule.bad.gather()
+    bad_samples, waits = datamodule.bad.gather(), datamodule.loaders.waits()
     saved, is_stopped = checkpoints_of(trainer).last_saved, stopped_by_signal(trainer)
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if is_stopped else 0
@@ -92,7 +92,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     assert saved is not None
     run_dir = spec.output_dir
     pipeline = runs.publish_pipeline(run_dir, saved)
-    summary = _summary(trainer, datamodule, spec)
+    summary = _summary(trainer, datamodule, spec) | ({} if waits is None else {"encoders": waits})
     summary |= {
         "bad_samples": len(bad_samples),
         "bad_sample_names": sorted(bad_samples)[:100],
@@ -176,6 +176,8 @@ def _line_of_plan(plan: Mapping[str, Any]) -> str:
 
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return the summary's lines for the console."""
+    from sd_lightning.report.page import waits_of_encoders
+
     rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
     accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
     pipeline = run_dir / "pipeline"
@@ -186,6 +188,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
         "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
+        "encoders": waits_of_encoders(summary),
         "plan": summary["plan"] and _line_of_plan(summary["plan"]),
         "bad samples": bad and f"{bad} left out, named in summary.json",
         "pictures": f"{run_dir}/samples/",

@@ -114,7 +114,7 @@ def _run(
         spec = replace(spec, recomputation=recomputation(spec, choice))
     if prepare is not None:
         prepare(spec)
-    datamodule = spec.build("data")
+    datamodule = build_data(spec)
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
     open_run(spec, trainer, choice, uploads)
@@ -132,6 +132,24 @@ def _run(
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, datamodule, spec)
+
+
+def build_data(spec: RunSpec) -> SDDataModule:
+    """Build the data, and before that what encodes them elsewhere.
+
+    Raises:
+        UsageError: Data or encoders cannot be built.
+    """
+    data = spec["data"]
+    if data.get("encoders") != "ray":
+        return spec.build("data")
+    from sd_lightning.remote.encoders import RayEncoders
+
+    settings = {name: data[f"encoder_{name}"] for name in ("resources", "labels")}
+    loaders = RayEncoders(data["num_encoders"], **settings, run=spec.output_dir)
+    if is_first_process():  # before data are read; the others are told the cluster
+        loaders.connect()
+    return spec.build("data", loaders=loaders)
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule
-from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.loading import ENCODER_FIELDS, LoaderOptions
 from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
@@ -267,7 +267,7 @@ def parquet_data(
     batches=Batches(2, cache_latents=True),
     images=ImageOptions(center_crop=True),
     loader=LoaderOptions(),
-    without=("val_batch_size",),
+    without=("val_batch_size", *ENCODER_FIELDS),
 )
 def dreambooth_data(
     instance_data_dir: str,
@@ -289,7 +289,7 @@ def dreambooth_data(
     return SDDataModule(source, images=images, loader=loader, **vars(batches))
 
 
-@flat(recorded=Recorded(), batches=Batches(), loader=LoaderOptions(), without=("cache_latents",))
+@flat(recorded=Recorded(), batches=Batches(), loader=LoaderOptions(), without=("cache_latents", *ENCODER_FIELDS))
 def latents_data(
     store: str,
     *,

@@ -21,7 +21,7 @@ from sd_lightning.data.order import Batch
 from sd_lightning.data.sampler import Batching, GlobalBatchSampler
 from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.transform import ImageOptions
-from sd_lightning.data.workers import Loaders, reading_threads
+from sd_lightning.data.workers import LoaderBuilder, Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -40,6 +40,7 @@ class SDDataModule(LightningDataModule):
         bad: The bad samples found so far on this rank, with their limit.
         train_sampler: Sampler of the training loader; None before the loader is built.
         no_caption_gap: Why the validation measures no caption gap; None if it does.
+        loaders: Builds the loaders.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class SDDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
-        self._loaders = Loaders(self.loader_options, in_memory=cache_latents)
+        self.loaders: LoaderBuilder = self.loader_options.loaders or Loaders()
+        self.loaders.check(self.loader_options, self._sources, cache_latents=cache_latents)
         self.changed = changed
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
@@ -192,7 +194,7 @@ class SDDataModule(LightningDataModule):
             if self.source_train.latents is None:  # of a store, precompute has told
                 tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
-        loader = self._loaders.build(dataset, self.train_sampler, trainer)
+        loader = self.loaders.build(dataset, self.train_sampler, trainer)
         source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)
         look_ahead = LookAhead(source.files, source.fetch, num_batches=ahead) if ahead else None
         on_start = self.bad.check_all_ranks
@@ -213,7 +215,7 @@ class SDDataModule(LightningDataModule):
         self._check_caption_gap(dataset)
         size = self.loader_options.val_batch_size or self.batch_size
         batches = self._batching.validation(self.source_val, size, *self._data_parallel())
-        return WholeBatchLoader(self._loaders.build(dataset, batches, self._attached()))
+        return WholeBatchLoader(self.loaders.build(dataset, batches, self._attached()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the validation loader: training selects nothing with it."""
@@ -226,7 +228,7 @@ class SDDataModule(LightningDataModule):
             model, side = self._module().latent_diffusion, self.images.resolution
             moments = 2 * math.prod(model.family.latent_shape(model.components, side, side))
             num_bytes = len(self.source_train.distinct) * moments * torch.float32.itemsize
-        return self._loaders.bottleneck_remedy(self.images, num_bytes)
+        return self.loaders.bottleneck_remedy(self.images, num_bytes)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""

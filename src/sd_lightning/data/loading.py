@@ -32,6 +32,8 @@ NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
 _END = -1
 """In place of the number of a file: there are no more."""
+ENCODER_FIELDS = ("encoders", "num_encoders", "encoder_resources", "encoder_labels", "loaders")
+"""Fields of ``LoaderOptions`` that say where images are encoded."""
 _PAUSE = 1.0
 """Seconds without fetching after an error, which may pass."""
 _SLOW_SECONDS = 120.0
@@ -177,6 +179,16 @@ class LoaderOptions:
 
     Otherwise they are trained on with their mean loss. Each bucket has one.
     """
+    encoders: Literal["trainer", "ray"] = "trainer"
+    """Where images are encoded during training; "ray": by ``loaders``, on a Ray cluster."""
+    num_encoders: int = 1
+    """Encoders of all processes together."""
+    encoder_resources: dict[str, float] | None = None
+    """What each one reserves, by Ray's names; ``None`` for a CPU, and a GPU if the cluster has any."""
+    encoder_labels: dict[str, str] | None = None
+    """Labels of the machines that may be used."""
+    loaders: Any = None
+    """What builds loaders in place of ``data/workers.py``, a ``LoaderBuilder`` such as ``RayEncoders``."""
 
     def __post_init__(self) -> None:
         if self.num_workers != "auto" and not (isinstance(self.num_workers, int) and self.num_workers >= 0):
@@ -197,13 +209,23 @@ class LoaderOptions:
                 f"data.{idle} has no effect with data.num_workers=0; add data.num_workers=4 or leave it out"
             )
 
+        if self.encoders == "ray" and self.loaders is None:
+            raise UsageError(
+                "data.encoders=ray: images are encoded elsewhere only while a model is trained; leave it out here (in "
+                "Python: SDDataModule(source, loader=LoaderOptions(loaders=RayEncoders(num_encoders=3))))"
+            )
+        encoders = {name: getattr(self, name) for name in ENCODER_FIELDS[1:4] if getattr(self, name) not in (1, None)}
+        if encoders and self.encoders == "trainer":
+            given = " ".join(f"data.{name}={value}" for name, value in encoders.items())
+            raise UsageError(f"{given} has no effect with data.encoders=trainer; add data.encoders=ray or leave it out")
+
     def in_memory(self) -> LoaderOptions:
         """Return the options for data that lie in memory: no workers, unless a number is given.
 
         Raises:
             UsageError: An option has no effect without workers.
         """
-        return replace(self, num_workers=0) if self.num_workers == "auto" else self
+        return replace(self, num_workers=0) if self.num_workers == "auto" and self.loaders is None else self
 
     def build(self, dataset: Dataset[Batch], batch_sampler: BatchKeys, *, on_cuda: bool) -> DataLoader[Batch]:
         """Build the DataLoader of a dataset that returns whole batches; ``num_workers`` has to be a number."""

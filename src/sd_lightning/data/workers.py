@@ -12,10 +12,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from sd_lightning.data.batch import CaptionedImages
+    from sd_lightning.data.source import Source
     from sd_lightning.data.transform import ImageOptions
 
 log = logging.getLogger(__name__)
@@ -59,26 +60,52 @@ class BatchCost:
     num_bytes: int
 
 
+class LoaderBuilder(Protocol):
+    """What builds the loaders of a datamodule: :class:`Loaders`, or encoders in other processes."""
+
+    def check(self, options: LoaderOptions, sources: Sequence[Source], *, cache_latents: bool) -> None:
+        """Take the user's options, before any loader is built.
+
+        Raises:
+            UsageError: An option or a source is of no use to these loaders.
+        """
+
+    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> Any:
+        """Build a loader, used as a ``DataLoader``, for a trainer's process; a collective call."""
+
+    def bottleneck_remedy(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
+        """Return what makes batches arrive sooner; see ``TunableData``."""
+
+    def waits(self) -> dict[str, float] | None:
+        """Return what training waited for, a collective call; None if that is not measured."""
+
+
 class Loaders:
-    """Builds the DataLoaders of a datamodule.
+    """Builds the DataLoaders of a datamodule, which read images in processes of this machine.
 
     With ``num_workers=auto`` loading is timed when the first one is built, and all of them follow that choice.
     """
 
-    def __init__(self, options: LoaderOptions, *, in_memory: bool) -> None:
+    def __init__(self) -> None:
+        self._options = LoaderOptions()
+        self._in_memory = False
+        self._used: LoaderOptions | None = None
+        self._processes = 1
+
+    def check(self, options: LoaderOptions, sources: Sequence[Source], *, cache_latents: bool) -> None:
         """Take the user's options.
 
         Args:
             options: The options.
-            in_memory: Whether batches come from memory: ``auto`` then means no workers.
+            sources: What is loaded.
+            cache_latents: Whether batches come from memory: ``auto`` then means no workers.
 
         Raises:
             UsageError: The data are in memory, and an option has no effect without workers.
         """
         self._options = options
-        self._in_memory = in_memory
-        self._used = options.in_memory() if in_memory else None
-        self._processes = 1
+        self._in_memory = cache_latents
+        self._used = options.in_memory() if cache_latents else None
 
     def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> DataLoader[Batch]:
         """Build the DataLoader of a dataset for a trainer's process."""
@@ -103,6 +130,9 @@ class Loaders:
             return None
         is_fixed = images.center_crop and not images.random_flip
         return "data.cache_latents=true" if is_fixed and latents_bytes <= _CACHE_BYTES else PRECOMPUTE
+
+    def waits(self) -> None:
+        """Return None: of these loaders only the callback ``Throughput`` measures the wait."""
 
 
 def choose(options: LoaderOptions, dataset: CaptionedImages, batches: BatchKeys, *, processes: int) -> LoaderOptions:

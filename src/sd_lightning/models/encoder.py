@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -44,6 +46,15 @@ def _pin_(network: nn.Module, device: torch.device) -> None:
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         for tensor, memory in zip(alike, host_memory([tensor.shape for tensor in alike], device, dtype)):
             tensor.data = memory.copy_(tensor.data)
+
+
+def _in_host_memory(network: nn.Module) -> nn.Module:
+    """Return a copy with its tensors in host memory; those that are there already are shared."""
+    copies = {
+        id(t): nn.Parameter(t.detach().cpu(), False) if isinstance(t, nn.Parameter) else t.cpu()
+        for t in _tensors(network)
+    }
+    return copy.deepcopy(network, copies)
 
 
 class LatentEncoder:
@@ -99,6 +110,16 @@ class LatentEncoder:
             if self.offload and streams_of(device) is not None:
                 _pin_(network, device)
         return self
+
+    def portable(self) -> LatentEncoder:
+        """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
+        frozen = {id(network) for network in self.networks}
+        networks = {name: _in_host_memory(each) for name, each in self._model.networks.items() if id(each) in frozen}
+        return LatentEncoder(
+            replace(self._model, networks=networks, deferred={}),
+            train_text_encoder=self.train_text_encoder,
+            dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        )
 
     @contextmanager
     def _at_work(self, networks: Sequence[nn.Module]) -> Iterator[None]:
@@ -177,6 +198,23 @@ class LatentEncoder:
     def _conditioning(self, embeddings: Conditioning, batch: Batch) -> Conditioning:
         return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
 
+    def encode(self, batch: Batch) -> Batch:
+        """Encode what needs the frozen networks: add ``latent_moments`` in place of pixels, and ``text_embeddings``.
+
+        A validation batch with ``wrong_input_ids`` also gets ``wrong_text_embeddings``. What is encoded already stays;
+        token ids stay alone if the text encoder is trained.
+        """
+        batch = batch.copy()
+        pixels = batch.pop("pixel_values", None)
+        if pixels is not None and "latent_moments" not in batch:
+            batch["latent_moments"] = self.encode_moments(pixels)
+        if not self.train_text_encoder:
+            if "text_embeddings" not in batch:
+                batch["text_embeddings"] = self.embed(batch["input_ids"])
+            if "wrong_input_ids" in batch and "wrong_text_embeddings" not in batch:
+                batch["wrong_text_embeddings"] = self.embed(batch["wrong_input_ids"])
+        return batch
+
     def __call__(self, batch: Batch, *, seed: int) -> Batch:
         """Replace pixels (or stored moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
 
@@ -185,16 +223,12 @@ class LatentEncoder:
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
         ``wrong_text_embeddings`` are used instead of token ids.
         """
-        batch = batch.copy()
-        pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
-        if moments is None and pixels is not None:
-            moments = self.encode_moments(pixels)
+        batch = self.encode(batch)
+        moments = batch.pop("latent_moments", None)
         if moments is not None:
             batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
-        if not self.train_text_encoder:
-            stored, wrong = batch.pop("text_embeddings", None), batch.pop("wrong_text_embeddings", None)
-            batch["conditioning"] = self._conditioning(stored or self.embed(batch["input_ids"]), batch)
-            if "wrong_input_ids" in batch:
-                wrong = wrong or self.embed(batch["wrong_input_ids"])
-                batch["wrong_conditioning"] = self._conditioning(wrong, batch)
+        for name in () if self.train_text_encoder else ("", "wrong_"):
+            embeddings = batch.pop(f"{name}text_embeddings", None)  # type: ignore[misc]
+            if embeddings is not None:
+                batch[f"{name}conditioning"] = self._conditioning(embeddings, batch)  # type: ignore[literal-required]
         return batch

@@ -82,8 +82,8 @@ def cache() -> Path:
 
 def url_of(path: Path) -> str | None:
     """Return the URL that a path of this cache stands for; None for other paths."""
-    path, cache = path.absolute(), cache()
-    names = path.relative_to(cache).parts if path.is_relative_to(cache) else ()
+    path, root = path.absolute(), cache()
+    names = path.relative_to(root).parts if path.is_relative_to(root) else ()
     is_ours = len(names) > 2 and names[0] in ("runs", "fetched", "records") and names[1] in PROVIDERS
     return f"{names[1]}://{'/'.join(names[2:])}" if is_ours else None
 

@@ -1,0 +1,254 @@
+"""`data.encoders=ray`: the batches and losses of encoders on a cluster, however many there are and whichever die."""
+
+import csv
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import small_training as small
+from encoder_jobs import Call, Waiting, digits, fit, waiting_loader
+from ranks import run_jobs_of_all
+from sd_lightning import SDDataModule, train
+from sd_lightning._errors import UsageError
+from sd_lightning.data.builders import digits_data
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.sources.digits import Digits
+from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.remote import encoders
+from sd_lightning.remote.encoder_pool import packed, unpacked
+from sd_lightning.remote.encoders import RayEncoders, resize
+from square_data import Squares
+
+
+def processes(ray: Any, loaders: RayEncoders) -> dict[int, int]:
+    """Return the process of every encoder, by its number."""
+    members = ray.get(loaders._pool.members.remote())
+    return {number: ray.get(each.__ray_call__.remote(lambda _: os.getpid())) for number, each in members.items()}
+
+
+def kill(ray: Any, loaders: RayEncoders, place: int) -> None:
+    os.kill([*processes(ray, loaders).values()][place], signal.SIGKILL)
+
+
+def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_line(ray: Any, tmp_path: Path) -> None:
+    near, loaders = fit(None, 7), RayEncoders(1, run=tmp_path)
+    far = fit(loaders, 7, Call({2: partial(kill, ray, loaders, 0)}))
+    assert far == near
+    assert far["held out"].keys() == {"val/loss", "val/caption_gap"}, "validation is encoded there, too"
+    waits = loaders.waits()
+    assert waits is not None
+    assert waits["num_encoders"] == 1
+    assert 0 < waits["waited_for_encoders"] + waits["waited_for_network"] <= 1
+    broken = waiting_loader(loaders, Waiting(error="no such kernel"), 3)
+    message = r"data.encoders=ray: encoder 0 failed: RuntimeError: no such kernel; mend that"
+    with pytest.raises(UsageError, match=message) as raised:
+        next(iter(broken))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError, match=r"asks for 99 CPU; the Ray cluster has 8 .*smaller data.num_encoders"):
+        resize(tmp_path, 99)
+    ray.kill(loaders._pool)
+    with pytest.raises(UsageError, match=r"resize got run=.*no run in that folder has encoders"):
+        resize(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_losses_do_not_depend_on_the_number_of_encoders_nor_on_deaths_nor_on_resuming(ray: Any, tmp_path: Path) -> None:
+    loaders, near = RayEncoders(3, run=tmp_path), fit()
+    assert fit(loaders) == near
+    deaths = {3: partial(kill, ray, loaders, 0), 4: partial(kill, ray, loaders, 2)}
+    assert fit(loaders, 12, Call(dict(deaths))) == near
+    first = set(processes(ray, loaders))
+    changes = {2: partial(resize, tmp_path, 1), 6: partial(resize, tmp_path, 2)}
+    assert fit(loaders, 30, Call(changes)) == fit(None, 30)
+    assert len(first) == 3
+    assert len(processes(ray, loaders)) == 2
+    assert len(first & set(processes(ray, loaders))) == 1, "the two others were ended"
+    assert fit(loaders, 7, dtype="float32", texts=True) == fit(None, 7, dtype="float32", texts=True)
+
+    def trained(name: str, steps: int, resume: Path | None, loaders: RayEncoders | None) -> Path:
+        saving = small.Saving(tmp_path / name, resume=resume)
+        small.fit(small.module(), digits(loaders), steps, saving)
+        assert saving.last_saved is not None
+        return saving.last_saved
+
+    part = trained("part", 7, None, loaders)  # in the middle of an epoch
+    whole = trained("whole", 12, None, None)
+    small.assert_bitwise_equal(trained("part", 12, part, loaders), whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_encoders(ray_address: str, tmp_path: Path) -> None:
+    jobs: dict[str, dict[str, Any]] = {
+        "near": {"address": None},
+        "far": {"address": ray_address, "run": str(tmp_path / "run")},
+    }
+    ranks = run_jobs_of_all("encoder_jobs", jobs, tmp_path, world_size=2, timeout=300)
+    for each in ranks:
+        assert each["far"].pop("num_encoders") == 2
+        each["near"].pop("num_encoders")
+        assert each["far"] == each["near"]
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
+    call_main: Callable[..., tuple[int, str]],
+    ray_address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    source = Digits("train")
+    Path("photos").mkdir()
+    for index in range(40):
+        source.image(index).save(f"photos/{index}.png")
+        Path(f"photos/{index}.txt").write_text(source.captions(index)[0])
+    run = ["data=images", "data.train_data_dir=photos", "data.resolution=32", "data.num_val_samples=8", "logger=csv"]
+    run += ["trainer.max_steps=6", "trainer.log_every_n_steps=1", "callbacks.samples=null"]
+    far = ["data.encoders=ray", "data.num_encoders=2", "data.encoder_resources={encoder:1}"]
+    code, _ = call_main(train, *run, "output_dir=near")
+    assert code == 0
+    with caplog.at_level("INFO"):
+        code, out = call_main(train, *run, *far, "output_dir=far")
+    assert code == 0, out
+    assert f"encoders on the Ray cluster at {ray_address}: 2 on" in caplog.text
+    line = r"encoders +trainer waited \d+ % for encoders, \d+ % for the network \(.* MB/s\); 2 encoder\(s\) busy \d+ %"
+    assert re.search(line, out)
+    assert "2 encoder(s) busy" in Path("far/report.html").read_text()
+
+    def losses(folder: str) -> list[str]:
+        (file,) = Path(folder).rglob("metrics.csv")
+        return [row["train/loss"] for row in csv.DictReader(file.open()) if row["train/loss"]]
+
+    assert losses("far") == losses("near")
+    assert len(losses("far")) == 6
+    code, out = call_main(train, *run, *far, "data.num_encoders=9", "output_dir=more", "data.train_data_dir=missing")
+    assert (code, "asks for 9 CPU; the Ray cluster has 8" in out) == (2, True), "refused before data are read"
+
+
+@pytest.mark.slow
+def test_an_encoder_that_keeps_dying_is_named(ray: Any, tmp_path: Path) -> None:
+    loaders = RayEncoders(1, run=tmp_path)
+    message = r"encoder 0 on [\d.]+ was restarted 3 times without a batch between; its last process: .*exit"
+    with pytest.raises(UsageError, match=message) as raised:
+        next(iter(waiting_loader(loaders, Waiting(error="die"), 3)))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None:
+    encoder, loaders = Waiting(0.3), RayEncoders(1, run=tmp_path)
+    for number, step in ((1, 0.1), (3, 0.02), (3, 0.2)):
+        loader = waiting_loader(loaders, encoder, 70)
+        resize(tmp_path, number)
+        loaders._waits.clear()
+        arrivals = []
+        for _ in loader:
+            arrivals.append(time.perf_counter())
+            time.sleep(step)
+        measured, expected = (arrivals[60] - arrivals[30]) / 30, max(step, 0.3 / number)
+        assert measured == pytest.approx(expected, rel=0.05)
+        waits = loaders.waits()
+        assert waits is not None
+        assert waits["waited_for_encoders"] == pytest.approx(1 - step / expected, abs=0.1)
+        assert waits["encoders_busy"] == pytest.approx(0.3 / number / expected, abs=0.1)
+        remedy = loaders.bottleneck_remedy(digits().images, None)
+        assert remedy is not None
+        if (number, step) == (1, 0.1):
+            assert remedy in ("data.num_encoders=3", "data.num_encoders=4")
+
+
+@pytest.mark.parametrize(("dtype", "upcast"), [("float32", False), ("bfloat16", False), ("float16", True)])
+def test_numbers_travel_in_the_type_of_the_encoder_and_lose_no_bit(dtype: Any, upcast: bool) -> None:
+    model = LatentDiffusion.build("tiny")
+    model.vae.register_to_config(force_upcast=upcast)
+    encoder = LatentEncoder(model, dtype=dtype).to(torch.device("cpu"))
+    ids = model.tokenize(["a red 3", "a 5"])
+    sizes = torch.tensor([[32, 32]] * 2)
+    batch = {
+        "pixel_values": torch.rand(2, 3, 32, 32) * 2 - 1,
+        "input_ids": ids,
+        "wrong_input_ids": {name: each.flip(0) for name, each in ids.items()},
+        "original_size": sizes,
+        "crop_top_left": sizes * 0,
+        "target_size": sizes,
+        "epoch": torch.tensor([1, 1]),
+        "index": torch.tensor([3, 4]),
+        "captions": ["a", "b"],
+        "bad": [(3, "torn")],
+    }
+    sent = packed(encoder.portable(), batch)
+    of_vae = "float32" if upcast else dtype
+    assert str(sent["latent_moments"][1]) == f"torch.{of_vae}"
+    assert {str(each[1]) for each in sent["text_embeddings"].values()} == {f"torch.{dtype}"}
+    assert "pixel_values" not in sent
+    assert "input_ids" not in sent
+    arrived, num_bytes = unpacked(sent, pin=False)
+    assert num_bytes == sum(each[0].nbytes for value in sent.values() for each in _arrays(value))
+    assert (arrived["captions"], arrived["bad"]) == (["a", "b"], [(3, "torn")])
+    near, far = encoder(batch, seed=5), encoder(arrived, seed=5)  # type: ignore[arg-type]
+    assert near["latents"].stride() == far["latents"].stride(), "convolutions compute by the layout"
+    assert torch.equal(near["latents"], far["latents"])
+    for name in ("conditioning", "wrong_conditioning"):
+        for key, value in near[name].items():  # type: ignore[literal-required]
+            assert torch.equal(value, far[name][key])  # type: ignore[literal-required]
+
+
+def _arrays(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [array for each in value.values() for array in _arrays(each)]
+    return [value] if isinstance(value, tuple) else []
+
+
+def test_a_store_has_no_such_setting(call_main: Callable[..., tuple[int, str]]) -> None:
+    code, out = call_main(train, "data=latents", "data.store=store", "data.encoders=ray")
+    assert (code, "data.encoders" in out, out.count("\n")) == (2, True, 1), out
+
+
+def test_what_contradicts_encoders_elsewhere_is_refused() -> None:
+    class Stored(Squares):
+        latents: Any = object()
+
+    def data(source: Any = None, **options: Any) -> SDDataModule:
+        loader = LoaderOptions(loaders=RayEncoders(), **options.pop("loader", {}))
+        return SDDataModule(source or Squares(), loader=loader, **options)
+
+    for message, build in {
+        r"images are encoded before training; write data.cache_latents=false": lambda: data(
+            cache_latents=True, images=digits_data().images
+        ),
+        r"images are encoded before training; train on the images": lambda: data(Stored()),
+        r"data.num_workers=4 has no effect with data.encoders=ray": lambda: data(loader={"num_workers": 4}),
+        r"data.num_encoders=8 has no effect with data.encoders=trainer": lambda: digits_data(num_encoders=8),
+        r"data.encoders=ray: images are encoded elsewhere only while": lambda: digits_data(encoders="ray"),
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            build()  # type: ignore[no-untyped-call]
+
+
+def test_labels_that_no_machine_has_and_a_name_in_use_are_refused(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"encoder_labels={'gpu': 'A10G'}: no machine of the Ray cluster has these"):
+        RayEncoders(labels={"gpu": "A10G"}).connect()
+    with pytest.raises(UsageError, match=r"data.num_encoders=0: expected 1 or more"):
+        RayEncoders(0).connect()
+    with pytest.raises(UsageError, match=r"asks for 1 GPU; the Ray cluster has 0"):
+        RayEncoders(resources={"GPU": 1}).connect()
+    monkeypatch.setattr(encoders, "_TAKEN_SECONDS", 1)
+    first = RayEncoders(run=tmp_path)
+    first.connect()
+    first._pool = first._start()
+    second = RayEncoders(run=tmp_path)
+    second.connect()
+    with pytest.raises(UsageError, match=f"another run in {tmp_path} has encoders on this Ray cluster"):
+        second._start()

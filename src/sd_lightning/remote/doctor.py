@@ -33,8 +33,8 @@ from sd_lightning.storage.atomic import hidden
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CLOCK_SECONDS = 2.0
-"""How far clocks may be apart."""
+CLOCK_SECONDS = 30.0
+"""How far clocks may be apart: a job that is silent for minutes counts as dead, by the clock of another machine."""
 _ROUNDS = 5
 _MOST_TEXTS = 4
 """Different texts of one row that are shown."""

@@ -21,6 +21,7 @@ case $what in
     ;;
   train) # encodes while it trains, on the other machines
     python -m sd_lightning.train launcher=ray launcher.num_workers=8 'launcher.labels={role: trainer}' \
+      launcher.start_seconds=1800 \
       "${model[@]}" "${images[@]}" strategy=fsdp \
       data.encoders=ray data.num_encoders=16 'data.encoder_labels={role: encoder}' \
       output_dir=/shared/runs/sd21 resume=auto "$@"

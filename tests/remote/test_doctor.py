@@ -50,6 +50,7 @@ def test_two_processes_measure_and_every_section_is_printed(
     assert speed and float(speed[1]) == float(speed[2]) > 0, "with two processes 2 (n - 1) / n is 1"
     assert re.search(r"^  clocks +0\.\d+ s apart", text, re.MULTILINE)
     assert re.search(r"^  hard links +work$", text, re.MULTILINE)
+    assert re.search(r"^  shared folder +seen by all$", text, re.MULTILINE)
     assert re.search(r"^  write, fsync, rename +\d+ MB/s; [\d.]+ ms for a small file$", text, re.MULTILINE)
     assert not list(tmp_path.iterdir()), "nothing is left in the shared folder"
 
@@ -92,6 +93,14 @@ def test_a_folder_that_cannot_be_written_stops_a_run_and_is_named(
     assert re.search(rf"^  1\. mend the shared folder of {name} \(a run would stop\)$", text, re.MULTILINE)
     assert "\n     output_dir=<a folder that every machine may write to>" in text
     assert call_main(doctor, "output_dir=/tmp")[0] == 0
+
+
+def test_a_bucket_is_tried(s3: Any, card: str) -> None:
+    pytest.importorskip("boto3")
+    assert not examine("s3://bucket/runs", 1, seconds=30).changes
+    assert s3.count("PUT") and s3.count("DELETE"), "it was written, and nothing is left"
+    (change,) = examine("s3://nobody/runs", 1, seconds=30).changes
+    assert change.stops and change.why.startswith("output_dir=s3://nobody/runs")
 
 
 def test_a_part_that_hangs_is_given_up(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +157,13 @@ def test_versions_and_drivers_that_differ_are_named_with_their_machines(label: s
     (change,) = changes_for([node("a"), node("b", **{label: "9.9"}), node("c")])
     assert change.what == f"use one {label} on all machines" and change.stops is stops
     assert re.fullmatch(r"[\d.]+ \(a, c\); 9\.9 \(b\)", change.why)
+
+
+def test_a_machine_without_gpus_beside_others_has_no_driver_to_differ() -> None:
+    head = node("head")
+    assert head.machine is not None
+    head.machine.sections["GPU"] = {"used": "none: runs use the CPU"}
+    assert changes_for([head, node("a"), node("b")]) == []
 
 
 def test_a_clock_that_differs_is_named() -> None:

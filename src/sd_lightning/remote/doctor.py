@@ -123,9 +123,9 @@ def _among_started(trial: Trial) -> list[Rank]:
         os.environ |= {"RANK": str(slurm.global_rank()), "WORLD_SIZE": str(slurm.world_size())}
         os.environ |= {"LOCAL_RANK": str(slurm.local_rank())}
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
-    is_first = os.environ["LOCAL_RANK"] == "0"
-    machine = examine(trial.output_dir, processes, seconds=trial.seconds) if is_first else None
-    own = measure(trial, {"LOCAL_WORLD_SIZE": str(processes)})
+    local = os.environ.get("LOCAL_RANK", "0")
+    machine = examine(trial.output_dir, processes, seconds=trial.seconds) if local == "0" else None
+    own = measure(trial, {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": str(processes)})
     own.machine, ranks = machine, [own] * int(os.environ["WORLD_SIZE"])
     if own.failure is None:
         dist.all_gather_object(ranks, own)
@@ -150,8 +150,7 @@ def _on_ray(launcher: Ray, trial: Trial) -> list[Rank]:
     gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     counts = [trial.num_processes or own or 2 if own or not any(gpus) else 0 for own in gpus]
     chief = nodes[next(i for i, count in enumerate(counts) if count)]
-    port = ray.get(start(chief, 0, find_free_network_port), timeout=trial.seconds)
-    place = (sum(counts), f"{chief['NodeManagerAddress']}:{port}")
+    place = (sum(counts), f"{chief['NodeManagerAddress']}:{find_free_network_port()}")
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     tasks = [start(*each[:2], on_machine, trial, *each[2:], *place) for each in zip(nodes, gpus, counts, firsts)]
     ranks = []
@@ -159,7 +158,12 @@ def _on_ray(launcher: Ray, trial: Trial) -> list[Rank]:
         try:
             ranks += ray.get(task, timeout=6 * trial.seconds)
         except ray.exceptions.RayError as error:
-            ranks.append(Rank(node["NodeManagerHostname"], failure=str(error).strip().splitlines()[-1]))
+            late = (
+                f"no answer in {6 * trial.seconds:g} s: its GPUs may be taken"
+                if isinstance(error, TimeoutError)
+                else ""
+            )
+            ranks.append(Rank(node["NodeManagerHostname"], failure=late or str(error).strip().splitlines()[-1]))
     return ranks
 
 
@@ -222,8 +226,8 @@ def changes_for(ranks: Sequence[Rank]) -> list[Change]:
     """Return what to change: on machines, where they differ, and between them."""
     machines = [rank.machine for rank in ranks if rank.machine is not None]
     changes = [change for machine in machines for change in machine.changes]
-    compared = _rows(machines, "versions") | {"driver": _rows(machines, "GPU").get("driver", "none")}
-    for label, text in compared.items():
+    drivers = _rows([machine for machine in machines if "driver" in machine.sections["GPU"]], "GPU")
+    for label, text in ({"driver": drivers.get("driver", "")} | _rows(machines, "versions")).items():
         if "; " in text:
             command = "install the same on all of them, for instance pip install -c constraints.txt"
             changes.append(Change(f"use one {label} on all machines", text, command, label in _MUST_AGREE))
@@ -246,16 +250,14 @@ def changes_for(ranks: Sequence[Rank]) -> list[Change]:
 
 def _rows(machines: Sequence[Machine], section: str) -> dict[str, str]:
     """Return label -> the text that all machines have, or the first few texts with who has them."""
-    owners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    labels = dict.fromkeys(label for machine in machines for label in machine.sections[section])
-    for label in labels:
-        for machine in machines:
-            owners[label][machine.sections[section].get(label, "none")].append(machine.name)
     rows = {}
-    for label, texts in owners.items():
-        parts = [f"{text} ({', '.join(names)})" for text, names in texts.items()]
+    for label in dict.fromkeys(label for machine in machines for label in machine.sections[section]):
+        owners: dict[str, list[str]] = defaultdict(list)
+        for machine in machines:
+            owners[machine.sections[section].get(label, "none")].append(machine.name)
+        parts = [f"{text} ({', '.join(names)})" for text, names in owners.items()]
         more = [f"{len(parts) - _MOST_TEXTS} more"] * (len(parts) > _MOST_TEXTS)
-        rows[label] = next(iter(texts)) if len(parts) == 1 else "; ".join(parts[:_MOST_TEXTS] + more)
+        rows[label] = next(iter(owners)) if len(parts) == 1 else "; ".join(parts[:_MOST_TEXTS] + more)
     return rows
 
 
@@ -271,6 +273,8 @@ def _lines(ranks: Sequence[Rank], changes: Sequence[Change], num_bytes: int) -> 
             speeds = f"{first.gb_per_s:.3g} GB/s, {bus * first.gb_per_s:.3g} GB/s on the bus"
             between["all-reduce"] = f"{num_bytes / 1e6:g} MB: {speeds}"
             between["clocks"] = f"{max(clocks) - min(clocks):.3f} s apart; {CLOCK_SECONDS:g} s are allowed"
+            if "file system" in sections["shared folder"]:
+                between["shared folder"] = "not seen by all" if any(rank.unseen for rank in ranks) else "seen by all"
     for title, rows in sections.items():
         yield from ["", title, *(f"  {line}" for line in aligned(list(rows.items()), at_left={0, 1}))]
     yield from ["", "What to change" if changes else "Nothing to change"] if ranks else []

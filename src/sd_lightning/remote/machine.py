@@ -202,6 +202,7 @@ def _folder(output_dir: str | None) -> Iterator[Fact]:
 
 
 def _limits(processes: int) -> Iterator[Fact]:
+    processes = max(processes, 1)
     need, soft = 2 * processes * READY_BYTES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else need
     threads, cores = os.environ.get("OMP_NUM_THREADS", "not set"), usable_cores()
@@ -214,6 +215,6 @@ def _limits(processes: int) -> Iterator[Fact]:
         yield Change(f"enlarge {SHARED_MEMORY}", why, f"docker run --shm-size={need // GIB}g")
     if soft < _OPEN_FILES:
         yield Change("raise the limit on open files", f"{soft} are too few for many shards", "ulimit -n 65536")
-    if threads.isdecimal() and int(threads) > max(cores // max(processes, 1), 1):
+    if threads.isdecimal() and int(threads) > max(cores // processes, 1):
         why = f"{processes} processes of {threads} threads share {cores} cores"
         yield Change("take fewer threads", why, f"export OMP_NUM_THREADS={max(cores // processes, 1)}")

@@ -188,8 +188,8 @@ def measure(trial: Trial, place: Mapping[str, str]) -> Rank:
         with suppress(OSError):  # the machine's section tells
             mark.touch()
         marks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(marks, (own.host, str(mark)))
-        unseen = [host for host, path in marks if folder is not None and not Path(path).exists()]
+        dist.all_gather_object(marks, (own.host, str(mark) if mark.exists() else ""))
+        unseen = [host for host, path in marks if folder is not None and path and not Path(path).exists()]
         own.gb_per_s = all_reduce_speed(trial.num_bytes, device)
         dist.barrier()
         own.clock, own.unseen = time.time(), tuple(dict.fromkeys(unseen))
@@ -273,7 +273,7 @@ def _lines(ranks: Sequence[Rank], changes: Sequence[Change], num_bytes: int) -> 
             speeds = f"{first.gb_per_s:.3g} GB/s, {bus * first.gb_per_s:.3g} GB/s on the bus"
             between["all-reduce"] = f"{num_bytes / 1e6:g} MB: {speeds}"
             between["clocks"] = f"{max(clocks) - min(clocks):.3f} s apart; {CLOCK_SECONDS:g} s are allowed"
-            if "file system" in sections["shared folder"]:
+            if "hard links" in sections["shared folder"]:
                 between["shared folder"] = "not seen by all" if any(rank.unseen for rank in ranks) else "seen by all"
     for title, rows in sections.items():
         yield from ["", title, *(f"  {line}" for line in aligned(list(rows.items()), at_left={0, 1}))]

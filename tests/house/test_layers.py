@@ -25,7 +25,7 @@ ORDER = (
     ("callbacks",),
     ("remote",),
     ("apps",),
-    ("train", "generate", "export", "precompute", "plan", "compare"),
+    ("train", "generate", "export", "precompute", "plan", "compare", "doctor"),
     ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
@@ -51,6 +51,7 @@ MAY_KNOW = {
     "precompute": HYDRA,
     "plan": HYDRA,
     "compare": HYDRA,
+    "doctor": HYDRA,
 }
 """Which of these libraries a room may import; others none."""
 WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}

@@ -43,11 +43,11 @@ _FAST_SECONDS = 0.005
 """A batch that loads faster is read in the training process: handing it over would take about as long."""
 _MAX_WORKERS = 8
 _MAX_PREFETCH = 8
-_READY_BYTES = 2**30
+READY_BYTES = 2**30
 """Limit on the batches that a process keeps ready, unless one for each worker takes more."""
 _CACHE_BYTES = 8 * 2**30
 """Limit on the latents of all images for which the cache is named as the remedy."""
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 """Where workers put batches under Linux; in containers it often has 64 MB."""
 
 
@@ -185,7 +185,7 @@ def measure(dataset: CaptionedImages, batches: BatchKeys) -> BatchCost:
     return min(costs, key=lambda cost: cost.seconds)
 
 
-def settle(options: LoaderOptions, cost: BatchCost, *, most: int, room: int = _READY_BYTES) -> LoaderOptions:
+def settle(options: LoaderOptions, cost: BatchCost, *, most: int, room: int = READY_BYTES) -> LoaderOptions:
     """Replace ``num_workers=auto`` by a number, and choose ``prefetch_factor`` unless it is given.
 
     Each worker keeps as many batches ready as it loads in a second, 2 to 8, but all of them no more than 1 GiB. Without
@@ -201,7 +201,7 @@ def settle(options: LoaderOptions, cost: BatchCost, *, most: int, room: int = _R
     if not workers:
         return replace(options, num_workers=0, persistent_workers=False, prefetch_factor=None)
     in_a_second = min(max(math.ceil(1 / cost.seconds), 2), _MAX_PREFETCH)
-    prefetch = max(1, min(in_a_second, min(room, _READY_BYTES) // (workers * cost.num_bytes)))
+    prefetch = max(1, min(in_a_second, min(room, READY_BYTES) // (workers * cost.num_bytes)))
     return replace(options, num_workers=workers, prefetch_factor=options.prefetch_factor or prefetch)
 
 
@@ -222,7 +222,7 @@ def reading_threads(processes: int) -> int:
 
 def _room(processes: int) -> int:
     """Return the bytes that the batches of one process may take in the memory shared with its workers."""
-    return shutil.disk_usage(_SHARED_MEMORY).free // (2 * processes) if _SHARED_MEMORY.is_dir() else sys.maxsize
+    return shutil.disk_usage(SHARED_MEMORY).free // (2 * processes) if SHARED_MEMORY.is_dir() else sys.maxsize
 
 
 def _num_bytes(entry: object) -> int:

@@ -34,6 +34,7 @@ from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
+from sd_lightning.remote.launchers import Local, Ray
 from sd_lightning.training.speed import Speed
 
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
@@ -106,6 +107,10 @@ def build_callbacks(cfg: DictConfig) -> None:
     assert callbacks and all(isinstance(callback, Callback) for callback in callbacks)
 
 
+def build_launcher(cfg: DictConfig) -> None:
+    assert isinstance(_conf.instantiate(cfg.launcher), Local | Ray)
+
+
 def build_logger(cfg: DictConfig) -> None:
     loggers = [_conf.instantiate(node) for node in cfg.logger.values()]
     assert loggers and all(isinstance(logger, Logger) for logger in loggers)
@@ -146,6 +151,7 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
     "callbacks": build_callbacks,
     "data": build_data,
     "experiment": build_experiment,
+    "launcher": build_launcher,
     "logger": build_logger,
     "lr_scheduler": build_lr_scheduler,
     "model": build_model,

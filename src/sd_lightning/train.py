@@ -16,6 +16,7 @@ PROGRAM = _conf.Program(
         "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler", "lora", "learned_token"},
         "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},
         "callbacks.checkpoint": {"resume"},
+        "data": {"loaders"},
     },
     hints={
         "name": str,

@@ -70,6 +70,9 @@ class Stubs:
 
     def start(self, *command: str, **settings: str) -> subprocess.Popen[str]:
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder)} | settings
+        # A shell started with SIGINT ignored, as jobs in the background are, cannot trap it.
+        start = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+        command = (sys.executable, "-c", start, *command)
         return subprocess.Popen(command, cwd=self.folder, env=environment, text=True, stderr=subprocess.PIPE)
 
     def run(self, *command: str, **settings: str) -> int:

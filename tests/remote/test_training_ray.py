@@ -71,7 +71,7 @@ class TestWhatCrosses:
             calls.append(spec)
             return 0
 
-        begin = launching._Start(RunSpec(settings), run, launching._saved(tmp_path))
+        begin = launching._Start(RunSpec(settings), run, launching._saved(RunSpec(settings)))
         begin(devices=2, num_nodes=3, is_restart=False, asked=bool)
         begin(devices=2, num_nodes=3, is_restart=True, asked=bool)
         (tmp_path / "checkpoints" / "step-00000008").mkdir()

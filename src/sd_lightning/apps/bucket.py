@@ -48,7 +48,6 @@ def in_bucket(spec: RunSpec) -> Iterator[RunUploads | None]:
         )
     location, folder = open_location(spec.url, key="output_dir"), spec.output_dir
     if not is_first_process():
-        _set_aside_another(folder, location)
         yield None
         return
     location.check_writable()

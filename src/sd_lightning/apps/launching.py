@@ -38,16 +38,20 @@ class _Start:
 
 
 def _saved(spec: RunSpec) -> frozenset[tuple[int, int]]:
-    """Return the steps of a run's checkpoints, with their times if they are in a folder."""
+    """Return the steps of a run's checkpoints, with their times if they are in its folder, and those in its bucket."""
+    paths = checkpoint.all_checkpoints(spec.output_dir)
+    saved = {(checkpoint.step_of(path), path.stat().st_mtime_ns) for path in paths}
     if spec.url is not None:
         entries = open_location(spec.url, key="output_dir").entries("checkpoints/")
-        return frozenset((step, 0) for step in whole_steps(entry.name for entry in entries))
-    paths = checkpoint.all_checkpoints(spec.output_dir)
-    return frozenset((checkpoint.step_of(path), path.stat().st_mtime_ns) for path in paths)
+        saved |= {(step, 0) for step in whole_steps(entry.name for entry in entries)}
+    return frozenset(saved)
 
 
 def _position(spec: RunSpec) -> str:
-    saved = _saved(spec)
+    try:
+        saved = _saved(spec)
+    except UsageError:  # the bucket does not answer now
+        return "from its newest checkpoint"
     return f"from step {max(saved)[0]}" if saved else "from the start"
 
 
@@ -82,11 +86,11 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
         )
     else:
         spec = spec.with_absolute_paths()
-        os.environ.setdefault(far_runs.CACHE, str(far_runs.cache()))  # workers know the run's folder by it
+        os.environ.setdefault(far_runs.CACHE, str(far_runs.cache()))  # by it workers know that the folder is a URL's
     return training.launch(
         launcher,
         _Start(spec, run, _saved(spec)),
-        folder=spec.output_dir if spec.url is None else None,
+        folder=spec.output_dir,
         on_gpus=spec["trainer.accelerator"] in ("auto", "gpu", "cuda"),
         position=partial(_position, spec),
     )

@@ -335,5 +335,5 @@ def _check_output_dir(spec: RunSpec) -> None:
             of_model |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
             reads |= {key: path for key, path in of_model.items() if path and os.path.exists(path)}
         runs.check_output_dir(run_dir, resuming=resuming, overwrite=spec["overwrite"], reads=reads)
-    elif not resuming and not spec["overwrite"]:
+    elif not resuming and not spec["overwrite"] and spec.url is None:  # in a bucket's folder rank 0 may rename it
         runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined

@@ -67,11 +67,18 @@ def run(
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
+    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
+
     use_expandable_segments()
     with in_bucket(spec) as uploads:
         code = _run(spec, prepare, asked, uploads)
         if uploads is not None:
-            uploads.finish(everything=code == 0)
+            try:
+                uploads.finish(everything=code == 0)
+            except UsageError as error:
+                if code != EXIT_INTERRUPTED:
+                    raise
+                log.warning("%s", error)  # who restarts the run goes by the exit code
     return code
 
 
@@ -235,7 +242,9 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None, uplo
     saving, url = checkpoints_of(trainer), spec.url
     saving.folder.open(overwrite=spec["overwrite"])
     if url is not None and spec.resume is not None and far_runs.copy_folder(url) in spec.resume.parents:
-        far_runs.fetch_records(url, run_dir, who="output_dir")  # curves and pictures go on where they were
+        far_runs.fetch_records(
+            url, run_dir, who="output_dir", wanted=runs.is_written
+        )  # curves and pictures go on where they were
     if uploads is not None:
         uploads.open(keep=saving.keep, overwrite=spec["overwrite"])
         saving.uploads = uploads

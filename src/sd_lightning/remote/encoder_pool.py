@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.remote.cluster import check_resources
+from sd_lightning.remote.cluster import check_resources, check_versions, package_versions
 
 if TYPE_CHECKING:
     from sd_lightning.data.batch import CaptionedImages
@@ -54,10 +54,10 @@ class EncoderPool:
         import ray
 
         check_room(num_encoders, self._resources)
-        me = ray.get_runtime_context().current_actor
+        versions, me = package_versions(), ray.get_runtime_context().current_actor
         while len(self._encoders) < num_encoders:
             number = next(self._numbers)
-            self._encoders[number] = ray.remote(**self._options)(Encoder).remote(me, number, self._folder)
+            self._encoders[number] = ray.remote(**self._options)(Encoder).remote(me, number, self._folder, versions)
         for number in [*self._encoders][num_encoders:]:
             ray.kill(self._encoders.pop(number))
 
@@ -99,9 +99,10 @@ class EncoderPool:
 class Encoder:
     """An encoder, an actor."""
 
-    def __init__(self, pool: Any, number: int, folder: str) -> None:
+    def __init__(self, pool: Any, number: int, folder: str, versions: Mapping[str, str]) -> None:
         import ray
 
+        check_versions(WHO, versions)
         quiet_libraries()
         if os.path.isdir(folder):
             os.chdir(folder)

@@ -27,6 +27,7 @@ from sd_lightning.data.workers import PRECOMPUTE
 from sd_lightning.remote.cluster import connect
 from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, unpacked
 from sd_lightning.state.ranks import gathered, on_rank_zero, rank_and_world_size
+from sd_lightning.storage import far_runs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -316,16 +317,17 @@ def resize(run: str | Path, num_encoders: int, *, address: str | None = None) ->
     """Change the number of encoders of a run while it trains, from any process that reaches the Ray cluster.
 
     Args:
-        run: The run's ``output_dir``.
+        run: The run's ``output_dir``, or its URL.
         num_encoders: Encoders that it shall have.
         address: ``host:port`` of the cluster's head; by default RAY_ADDRESS, else the cluster on this machine.
 
     Raises:
         UsageError: No such run has encoders there, or the cluster has no room.
     """
+    folder = far_runs.working_folder(str(run)) if far_runs.is_url(run) else Path(run)
     ray = connect("resize", address or os.environ.get("RAY_ADDRESS") or "auto")
     try:
-        pool = ray.get_actor(str(Path(run).absolute()), namespace=_NAMESPACE)
+        pool = ray.get_actor(str(folder.absolute()), namespace=_NAMESPACE)
     except ValueError as error:
         raise UsageError(
             f"resize got run={run}; no run in that folder has encoders on this Ray cluster; expected the output_dir of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import secrets
 import signal
@@ -85,9 +86,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-def launch(
-    options: Ray, run: Callable[..., int], *, folder: Path | None, on_gpus: bool, position: Callable[[], str]
-) -> int:
+def launch(options: Ray, run: Callable[..., int], *, folder: Path, on_gpus: bool, position: Callable[[], str]) -> int:
     """Run a training on Ray workers, and show what rank 0 writes.
 
     Args:
@@ -95,7 +94,7 @@ def launch(
         run: Trains, and returns the exit code. Workers call it with ``devices`` (processes on their machine),
             ``num_nodes``, ``is_restart`` (there was an earlier start of this run) and ``asked``, a function that
             returns whether to stop after the current step, and save.
-        folder: The run's folder, which all machines have to see; None for a run in a bucket.
+        folder: The run's folder, or that of a run in a bucket, which all machines have to see.
         on_gpus: Whether the run uses GPUs where there are some.
         position: Returns from where a new start goes on: ``"from step 40"``.
 
@@ -105,7 +104,8 @@ def launch(
     Raises:
         UsageError: The cluster has fewer resources, a worker's machine cannot take part, or the run raised one.
     """
-    ray = connect(_WHO, options.address, logs=False)
+    cpus = math.ceil(options.worker_range[0] * options.cpus_per_worker)
+    ray = connect(_WHO, options.address, num_cpus=max(cpus, os.cpu_count() or 1), logs=False)
     in_cluster = ray.cluster_resources().get("GPU", 0.0)
     gpus = min(on_gpus, in_cluster) if options.gpus_per_worker is None else options.gpus_per_worker
     if gpus not in (0, 1):
@@ -124,17 +124,15 @@ def launch(
 
 
 @contextmanager
-def _probe(folder: Path | None) -> Iterator[Path | None]:
+def _probe(folder: Path) -> Iterator[Path]:
     """Put a file into the run's folder, for workers to look for."""
-    probe = None if folder is None else folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+    probe = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
     try:
-        if probe is not None:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
         yield probe
     finally:
-        if probe is not None:
-            probe.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
 
 
 def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping[str, float], storage: str) -> Any:
@@ -355,7 +353,7 @@ def _listen(console: Any) -> None:
         time.sleep(1.0)
 
 
-def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], probe: Path | None) -> None:
+def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], probe: Path) -> None:
     """Train as one rank.
 
     Raises:
@@ -378,10 +376,11 @@ def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], pr
         _training.set()
         try:
             check_versions(_WHO, versions)
-            if probe is not None and not probe.exists():
+            if not probe.exists():
                 raise UsageError(
-                    f"{_WHO}: {socket.gethostname()} cannot see output_dir={probe.parent}; expected a folder that all "
-                    "machines share; write output_dir=<such a folder>, or s3://<bucket>/<run>"
+                    f"{_WHO}: {socket.gethostname()} cannot see output_dir={probe.parent}; expected a folder that "
+                    "all machines share; write output_dir=<such a folder>, or set SD_LIGHTNING_CACHE to one for a "
+                    "run in a bucket"
                 )
             code = run(**{name: int(os.environ[variable]) for name, variable in names.items()}, asked=_asked.is_set)
         except UsageError as error:

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def fetch(url: str, *, who: str, pipeline: bool = False) -> Path:
         UsageError: There is no whole checkpoint, or the bucket cannot be read.
     """
     place = url.rstrip("/")
-    match = re.fullmatch(r"(.+)/checkpoints/(step-\d{8,})(/pipeline)?", place)
+    match = re.fullmatch(r"(.+?)(?:/checkpoints/(step-\d{8,}))?(/pipeline)?", place)
     run, step, inner = match.groups() if match else (place, None, None)
     fetched = _newest(run, who=who, only=step, pipeline=pipeline or inner is not None)
     if fetched is None:
@@ -164,7 +165,8 @@ def _newest(url: str, *, who: str, after: int = -1, only: str | None = None, pip
             continue
         for path in checkpoint.all_checkpoints(copy) if not only else ():
             if path.name not in names:  # the run has deleted it
-                atomic.delete_folder(path)
+                with suppress(FileNotFoundError):  # another process of this machine was faster
+                    atomic.delete_folder(path)
         for file in ("config.yaml", "summary.json"):
             try:
                 location.fetch(file, copy / file)

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 BEAT = 30.0
 """Seconds between two signs of life of a job."""
+_CLOCKS = 600.0
+"""Seconds by which the clock of another machine may be behind, if one can wait for a sign of life."""
 LOOK = 2.0
 """Seconds between two looks at the lease of a job that may be dead."""
 
@@ -75,12 +77,13 @@ class Lease:
                 log.warning("%s", error)
 
     def check(self) -> None:
-        """Raise a ``UsageError`` if another job has taken the lease over meanwhile."""
+        """Raise a ``UsageError`` if another job has taken the lease over meanwhile; a lost lease stays lost."""
         holder = self._holder()
-        if holder.get("token", self.token) != self.token:
+        if holder.get("token") != self.token:  # if it is gone, another job may have come and ended
+            who = f"another {self.job} ({_process(holder)}) has taken" if holder else f"another {self.job} has deleted"
             raise UsageError(
-                f"{self.who}: another {self.job} ({_process(holder)}) has taken {self.location.url}/{self.name}, as "
-                f"this one was silent or the file was deleted; expected one {self.job} at a time; end one of the two"
+                f"{self.who}: {who} {self.location.url}/{self.name}, as this one was silent; expected one {self.job} "
+                "at a time; end one of the two"
             )
 
     def _beat(self, ended: threading.Event) -> None:
@@ -112,7 +115,8 @@ class Lease:
                 return
             is_here = holder.get("host") == socket.gethostname()
             is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # or an earlier job of this process
-            if max(age, time.monotonic() - begin) >= self.silence or (is_here and is_dead):
+            limit = self.silence + (_CLOCKS if self.waits and not is_here else 0.0)
+            if age >= limit or time.monotonic() - begin >= self.silence or (is_here and is_dead):
                 return
             who = f"{self.who}: another {self.job} ({_process(holder)})"
             if is_here or not self.waits or holder["time"] != first["time"]:
@@ -122,7 +126,7 @@ class Lease:
                     f"until it was silent for {self.silence:.0f} s"
                 )
             if holder is first:
-                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, self.silence - age)
+                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, self.silence)
             time.sleep(LOOK)
             holder = self._holder()
 

@@ -71,12 +71,13 @@ class RunUploads:
         """Mark the folder in the bucket as the run's; the run's folder on this machine is marked already.
 
         Args:
-            keep: How many checkpoints stay in the bucket, at least 1.
+            keep: How many checkpoints stay in the bucket; at least 2 do.
             overwrite: Delete what an earlier run wrote to it.
 
         Raises:
             UsageError: The bucket cannot be read or written.
         """
+        self.lease.check()
         sizes = {entry.name: entry.size for entry in self.location.entries()}
         self._far = {name: str(size) for name, size in sizes.items()}
         if overwrite:
@@ -89,7 +90,7 @@ class RunUploads:
                 if all(sizes.get(name) == size for name, (size, _) in files.items()):
                     self._far |= {name: digest for name, (_, digest) in files.items()}
                     self._far[(path / MANIFEST_NAME).as_posix()] = text.decode()
-        self._keep = keep
+        self._keep = max(keep, 2)  # the newest is not whole while validation at its step is added to it
 
     def begin(self, step: int) -> None:
         """Upload in the background from now on; what the bucket holds of later steps than this is set aside there."""
@@ -172,6 +173,7 @@ class RunUploads:
                 finally:
                     self.busy = None
         self._upload_rest()
+        self.lease.check()
         self._prune({path.name for path in paths}, newest=paths[-1].name if paths else None)
 
     def _upload_checkpoint(self, path: Path) -> None:
@@ -181,7 +183,8 @@ class RunUploads:
             return
         files = _files(Path("checkpoints", path.name), text)
         changed = {name: digest for name, (_, digest) in files.items() if self._far.get(name) != digest}
-        self._delete([manifest])
+        self.location.delete(manifest)  # also one of which this process has not heard
+        self._far.pop(manifest, None)
         self._put(changed)
         if (path / MANIFEST_NAME).read_bytes() != text:  # else all files were those of this manifest
             self._far = {name: "" if name in changed else stamp for name, stamp in self._far.items()}
@@ -257,9 +260,9 @@ class RunUploads:
 
     def _set_aside(self, step: int) -> None:
         """Rename checkpoints and results of later steps in the bucket, as :func:`runs.go_back` does on disk."""
-        token, moves = secrets.token_hex(4), {}
+        token, moves, whole = secrets.token_hex(4), {}, set(whole_steps(self._far))
         for name, match in ((name, _STEP.fullmatch(name)) for name in self._far):
-            if match and checkpoint.step_of(match[1]) > step:
+            if match and checkpoint.step_of(match[1]) > step and checkpoint.step_of(match[1]) in whole:
                 moves[name] = f"checkpoints/set-aside-{match[1]}-{token}/{match[2]}"
         steps = re.search(rb'"steps": (\d+)', self.location.read(_SUMMARY)) if _SUMMARY in self._far else None
         if steps is not None and (step == 0 or int(steps[1]) > step):

@@ -195,7 +195,7 @@ class Watchdog(threading.Thread):
         if self.failure is None or self.failure.in_collective:
             say(f"error: {cause.text}; rank {self.rank} ends the run, continue from the last checkpoint")
         if self.rank in cause.ranks and self.failure is None:
-            faulthandler.dump_traceback(all_threads=True)  # where it is stuck
+            faulthandler.dump_traceback(2, all_threads=True)  # where it is stuck; on whatever `sys.stderr` is
         for listener in listeners:
             with suppress(Exception):
                 listener(cause.text)

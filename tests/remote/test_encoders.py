@@ -252,3 +252,21 @@ def test_labels_that_no_machine_has_and_a_name_in_use_are_refused(
     second.connect()
     with pytest.raises(UsageError, match=f"another run in {tmp_path} has encoders on this Ray cluster"):
         second._start()
+
+
+def test_encoders_without_a_place_end_the_run_after_a_while(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders, "_PLACE_SECONDS", 1.0)
+
+    class Trainer:
+        def here(self) -> bool:
+            return True
+
+    others = ray.remote(num_cpus=0, resources={"encoder": 8})(Trainer).remote()
+    assert ray.get(others.here.remote())
+    loaders = RayEncoders(resources={"CPU": 0, "encoder": 1}, run=tmp_path)
+    loaders.connect()
+    with pytest.raises(UsageError, match=r"after 1 s there is not a place for all .*smaller data.num_encoders"):
+        loaders._start()
+    ray.kill(others)

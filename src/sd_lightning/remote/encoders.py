@@ -45,6 +45,8 @@ _TAKEN_SECONDS = 30
 """How long the name of a run that has just died may stay taken."""
 _POLL_SECONDS = 1.0
 """How often a process asks which encoders there are, and while it waits whether one keeps dying."""
+_PLACE_SECONDS = 600.0
+"""How long all encoders may take to get a place on the cluster, of which others may take a part."""
 _LONG_WAIT_SECONDS = 60.0
 """After this, and each time it has doubled, a process says that it waits."""
 
@@ -173,7 +175,7 @@ class RayEncoders:
                 time.sleep(1)
         _result(actor.resize.remote(self.num_encoders), "the pool")
         nodes = [each.node.remote() for each in _result(actor.members.remote(), "the pool").values()]
-        _wait(actor, nodes, "a place for all encoders on the Ray cluster")
+        _wait(actor, nodes, "a place for all encoders on the Ray cluster", most=_PLACE_SECONDS)
         counts = Counter(_result(nodes, "an encoder")).items()
         where = ", ".join(f"{number} on {node}" for node, number in sorted(counts))
         log.info("data: encoders on the Ray cluster at %s: %s", ray.get_runtime_context().gcs_address, where)
@@ -336,11 +338,11 @@ def resize(run: str | Path, num_encoders: int, *, address: str | None = None) ->
     _result(pool.resize.remote(num_encoders), "the pool")
 
 
-def _wait(pool: Any, answers: list[Any], what: str) -> None:
+def _wait(pool: Any, answers: list[Any], what: str, *, most: float = math.inf) -> None:
     """Wait until encoders have answered, wherever the answers are; say so from time to time.
 
     Raises:
-        UsageError: An encoder keeps dying.
+        UsageError: An encoder keeps dying, or it takes more than ``most`` seconds.
     """
     import ray
 
@@ -349,6 +351,12 @@ def _wait(pool: Any, answers: list[Any], what: str) -> None:
         trouble = _result(pool.trouble.remote(), "the pool of encoders beside rank 0")
         if trouble is not None:
             raise UsageError(trouble)
+        if time.monotonic() - begun > most:
+            free = {name: n for name, n in ray.available_resources().items() if ":" not in name}
+            raise UsageError(
+                f"{WHO}: after {most:.0f} s there is not {what}, where {free} are free; write a smaller "
+                "data.num_encoders, or add machines with: ray start --address=<head>"
+            )
         if time.monotonic() - begun > limit:
             log.warning("data: waiting for %s for %.0f s", what, limit)
             limit *= 2

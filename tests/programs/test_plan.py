@@ -305,7 +305,7 @@ def test_encoders_on_other_gpus_have_a_bill_beside_those_of_the_trainers(
     cells = next(line for line in text.splitlines() if line.startswith("beside them, on NVIDIA L4 ")).split("  ")
     assert f"{others[0]['num_encoders']}" in map(str.strip, cells) and f"{others[0]['dollars']['1']:,.2f}" in cells[-1]
     fewest = min(others[::2], key=lambda each: each["dollars"]["1"])["num_encoders"]
-    assert data["command"].endswith(f"data.encoders=ray data.num_encoders={fewest}")
+    assert data["command"].endswith(f"data.num_encoders={fewest} module.offload_encoders=true")
     cheapest = min(encoding["ways"], key=lambda each: each["dollars"]["30"])["way"]
     assert re.search(rf"cheapest: .*{cheapest} \([\d, ]*30 epochs\)", text)
     assert "a forecast, not measured on a GPU: most published times are met within 35 %" in text

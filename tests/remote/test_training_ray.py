@@ -220,8 +220,8 @@ def test_too_many_deaths_end_the_run_with_what_died_and_where_it_goes_on(start: 
     run.wait_for("step 4/400 |")
     run.worker(0).kill()
     assert run.wait() == 1, run.output()
-    last = run.output().splitlines()[-1]
-    assert re.search(r"ERROR: launcher=ray: rank 0 .*died.*max_failures=0; resume=auto goes on from step 3", last), last
+    line = r"^ERROR: launcher=ray: rank 0 .*died.*max_failures=0; resume=auto goes on from step 3$"
+    assert re.search(line, run.output(), re.MULTILINE), run.output()
 
 
 @pytest.mark.full("cluster")

@@ -129,10 +129,15 @@ def encoding_table(encoding: Mapping[str, Any]) -> list[str]:
 
 
 def remote_options(bills: Sequence[EncodingBill], price: float | None) -> list[str]:
-    """Return the options of ``train`` for the encoders with the smallest bill, the first if none has one."""
+    """Return the options of ``train`` for the encoders with the smallest bill, the first if none has one.
+
+    The trainers keep their own copy of the encoders in host memory: the plan has no room for it on the GPU.
+    """
     beside = [each for each in bills if each.num_encoders]
     least = min(beside, key=lambda each: each.dollars(price, 1) or math.inf, default=None)
-    return [] if least is None else ["data.encoders=ray", f"data.num_encoders={least.num_encoders}"]
+    if least is None:
+        return []
+    return ["data.encoders=ray", f"data.num_encoders={least.num_encoders}", "module.offload_encoders=true"]
 
 
 def table(plans: Plans, command: str | None, images: float | None, price: float | None) -> list[str]:

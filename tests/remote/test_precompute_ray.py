@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_process(
-    ray: Any, tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ray: Any, tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     photos = write_pictures(tmp_path / "photos", 50)
     here, there = (open_location(tmp_path / name, key="store") for name in ("here", "there"))
@@ -84,9 +85,8 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
     tasks = tasks_of(local)
     expected = {(each.name, each.size) for each in map(local, tasks)}
     shard, killed = shard_of(photos, there, ProcessNoting(notes)), []
-    with workers(shard, there, num_workers=3) as runner, caplog.at_level(logging.WARNING):
+    with workers(shard, there, num_workers=3) as runner:
         assert "launcher=ray: 3 workers of the cluster at" in capsys.readouterr().out
-        assert any(path.name.startswith(".tmp-workers-") for path in (tmp_path / "there").iterdir())
         encoded = []
         for each in runner(tasks):
             encoded.append((each.name, each.size))
@@ -96,7 +96,6 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
                     os.kill(pid, signal.SIGKILL)
         assert not list(runner([]))
     assert len(killed) == 2 and len(list(notes.iterdir())) >= 3
-    assert caplog.text.count("it is started again") == 2
     assert sorted(encoded) == sorted(expected), "each file once"
     assert files(tmp_path / "there") == files(tmp_path / "here"), "nothing else is left"
 
@@ -107,7 +106,8 @@ def test_an_encoder_that_keeps_dying_is_named(ray: Any, tmp_path: Path, notes: P
     shard = shard_of(write_pictures(tmp_path / "photos", 4), root, Deadly(notes))
     with workers(shard, root, num_workers=1, max_failures=1) as runner:
         message = (
-            r"launcher=ray: worker 1 on \S+ has died \(.*\), 2 times without a file done; expected at most launcher"
+            rf"launcher=ray: a worker on {socket.gethostname()} failed \(ActorUnavailableError: .*\), 1 times more if it "
+            r"died \(launcher.max_failures\); look at .*; nothing is lost: run precompute again"
         )
         with pytest.raises(UsageError, match=message) as raised:
             list(runner(tasks_of(shard)))
@@ -152,7 +152,7 @@ def test_a_machine_that_cannot_encode_is_refused_in_one_line(
 def test_a_cluster_that_gives_no_workers_in_time_is_one_line(ray: Any, tmp_path: Path, notes: Path) -> None:
     root = open_location(tmp_path / "store", key="store")
     shard = shard_of(write_pictures(tmp_path / "photos", 4), root, ProcessNoting(notes))
-    message = r"launcher=ray: 1 of 1 workers have not started within 1 s; expected free CPUs and GPUs"
+    message = r"launcher=ray: 1 of 1 workers have not started within launcher.start_seconds=1; expected free CPUs"
     with (
         pytest.raises(UsageError, match=message),
         workers(shard, root, num_workers=1, labels={"gpu": "none-has-it"}, start_seconds=1),

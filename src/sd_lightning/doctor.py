@@ -9,7 +9,7 @@ PROGRAM = _conf.Program(
     "doctor",
     "sd_lightning.remote.doctor.run",
     among=PROGRAMS,
-    hints={"output_dir": str | None, "num_processes": int | None, "message_mb": float, "timeout_seconds": float},
+    hints={"output_dir": str | None},
 )
 
 

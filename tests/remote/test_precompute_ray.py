@@ -21,7 +21,7 @@ import torch
 import ray_encoders
 import small_store
 from places import SUPPORT
-from ray_encoders import Deadly, ElsewhereFolder, ProcessNoting
+from ray_encoders import Deadly, ElsewhereFolder, Failing, ProcessNoting
 from sd_lightning import precompute
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
@@ -101,18 +101,67 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
 
 
 @pytest.mark.slow
-def test_an_encoder_that_keeps_dying_is_named(ray: Any, tmp_path: Path, notes: Path) -> None:
+@pytest.mark.parametrize(
+    ("encoder", "reason", "processes"), [(Deadly, "ActorUnavailableError: ", 2), (Failing, "RuntimeError: no memory", 1)]
+)
+def test_an_encoder_that_keeps_dying_or_fails_is_named(
+    ray: Any, tmp_path: Path, notes: Path, encoder: type[ProcessNoting], reason: str, processes: int
+) -> None:
     root = open_location(tmp_path / "store", key="store")
-    shard = shard_of(write_pictures(tmp_path / "photos", 4), root, Deadly(notes))
+    shard = shard_of(write_pictures(tmp_path / "photos", 4), root, encoder(notes))
     with workers(shard, root, num_workers=1, max_failures=1) as runner:
         message = (
-            rf"launcher=ray: a worker on {socket.gethostname()} failed \(ActorUnavailableError: .*\), 1 times more if it "
-            r"died \(launcher.max_failures\); look at .*; nothing is lost: run precompute again"
+            rf"launcher=ray: a worker on {socket.gethostname()} failed \({reason}.*\), 1 times more if it died "
+            r"\(launcher.max_failures\); look at .*; nothing is lost: run precompute again"
         )
         with pytest.raises(UsageError, match=message) as raised:
             list(runner(tasks_of(shard)))
-    assert "\n" not in str(raised.value) and len(list(notes.iterdir())) == 2
+    assert "\n" not in str(raised.value) and len(list(notes.iterdir())) == processes
     assert not files(tmp_path / "store")
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_cpus_others_hold_is_one_line(ray: Any, tmp_path: Path, notes: Path) -> None:
+    holder = ray.remote(num_cpus=7.5)(type("Holder", (), {"hold": lambda self: True})).remote()
+    assert ray.get(holder.hold.remote())
+    root = open_location(tmp_path / "store", key="store")
+    shard = shard_of(write_pictures(tmp_path / "photos", 4), root, ProcessNoting(notes))
+    message = r"1 of 1 workers have not started within launcher.start_seconds=15; expected free CPUs, one of them to decode"
+    with pytest.raises(UsageError, match=message), workers(shard, root, num_workers=1, start_seconds=15):
+        pass
+    assert list(notes.iterdir()), "the encoder has started"
+
+
+@pytest.mark.full("cluster")
+def test_a_node_leaves_and_another_encodes_its_file(
+    ray: Any, tmp_path: Path, notes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no room for its encoder elsewhere, which waits for it for ever."""
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes = [cluster.add_node(num_cpus=1, labels={"role": "encoder"}) for _ in range(2)]
+    cluster.wait_for_nodes()
+    ray.init(cluster.address, logging_level=logging.ERROR)
+    here, there = (open_location(tmp_path / name, key="store") for name in ("here", "there"))
+    photos = write_pictures(tmp_path / "photos", 80)
+    local, shard = shard_of(photos, here, MeanEncoder()), shard_of(photos, there, ProcessNoting(notes))
+    tasks = tasks_of(local)
+    expected = sorted((each.name, each.size) for each in map(local, tasks))
+    options = {"num_workers": 2, "cpus_per_worker": 1, "labels": {"role": "encoder"}, "start_seconds": 30}
+    try:
+        with workers(shard, there, **options) as runner, caplog.at_level(logging.WARNING):
+            results = runner(tasks)
+            encoded = [next(results)]
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            encoded += results
+        assert "launcher=ray: no file was finished within launcher.start_seconds=30" in caplog.text
+        assert sorted((each.name, each.size) for each in encoded) == expected, "each file once"
+        assert files(tmp_path / "there") == files(tmp_path / "here")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def test_a_machine_that_cannot_encode_is_refused_in_one_line(

@@ -33,6 +33,13 @@ class Deadly(ProcessNoting):
         os._exit(7)
 
 
+class Failing(ProcessNoting):
+    """Raises what no user has to mend."""
+
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        raise RuntimeError("no memory\nat all")
+
+
 class ElsewhereFolder(LocalFolder):
     """A folder that other processes have under the same path, but on a disk of their own."""
 

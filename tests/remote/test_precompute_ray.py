@@ -77,7 +77,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_process(
-    ray: Any, tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str]
+    ray: Any, tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     photos = write_pictures(tmp_path / "photos", 50)
     here, there = (open_location(tmp_path / name, key="store") for name in ("here", "there"))
@@ -85,7 +85,7 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
     tasks = tasks_of(local)
     expected = {(each.name, each.size) for each in map(local, tasks)}
     shard, killed = shard_of(photos, there, ProcessNoting(notes)), []
-    with workers(shard, there, num_workers=3) as runner:
+    with workers(shard, there, num_workers=3) as runner, caplog.at_level(logging.WARNING):
         assert "launcher=ray: 3 workers of the cluster at" in capsys.readouterr().out
         encoded = []
         for each in runner(tasks):
@@ -96,13 +96,15 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
                     os.kill(pid, signal.SIGKILL)
         assert not list(runner([]))
     assert len(killed) == 2 and len(list(notes.iterdir())) >= 3
+    assert caplog.text.count("it is started again") == 2
     assert sorted(encoded) == sorted(expected), "each file once"
     assert files(tmp_path / "there") == files(tmp_path / "here"), "nothing else is left"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("encoder", "reason", "processes"), [(Deadly, "ActorUnavailableError: ", 2), (Failing, "RuntimeError: no memory", 1)]
+    ("encoder", "reason", "processes"),
+    [(Deadly, "ActorDiedError: ", 2), (Failing, "RuntimeError: no memory at all", 2)],
 )
 def test_an_encoder_that_keeps_dying_or_fails_is_named(
     ray: Any, tmp_path: Path, notes: Path, encoder: type[ProcessNoting], reason: str, processes: int
@@ -111,8 +113,8 @@ def test_an_encoder_that_keeps_dying_or_fails_is_named(
     shard = shard_of(write_pictures(tmp_path / "photos", 4), root, encoder(notes))
     with workers(shard, root, num_workers=1, max_failures=1) as runner:
         message = (
-            rf"launcher=ray: a worker on {socket.gethostname()} failed \({reason}.*\), 1 times more if it died "
-            r"\(launcher.max_failures\); look at .*; nothing is lost: run precompute again"
+            rf"launcher=ray: a worker on {socket.gethostname()} failed \({reason}.*\), 2 times without a file done; "
+            r"expected at most launcher.max_failures=1; look at .*; nothing is lost: run precompute again"
         )
         with pytest.raises(UsageError, match=message) as raised:
             list(runner(tasks_of(shard)))
@@ -126,7 +128,9 @@ def test_a_cluster_whose_cpus_others_hold_is_one_line(ray: Any, tmp_path: Path, 
     assert ray.get(holder.hold.remote())
     root = open_location(tmp_path / "store", key="store")
     shard = shard_of(write_pictures(tmp_path / "photos", 4), root, ProcessNoting(notes))
-    message = r"1 of 1 workers have not started within launcher.start_seconds=15; expected free CPUs, one of them to decode"
+    message = (
+        r"1 of 1 workers have not started within launcher.start_seconds=15; expected free CPUs, one of them to dec"
+    )
     with pytest.raises(UsageError, match=message), workers(shard, root, num_workers=1, start_seconds=15):
         pass
     assert list(notes.iterdir()), "the encoder has started"
@@ -149,14 +153,14 @@ def test_a_node_leaves_and_another_encodes_its_file(
     local, shard = shard_of(photos, here, MeanEncoder()), shard_of(photos, there, ProcessNoting(notes))
     tasks = tasks_of(local)
     expected = sorted((each.name, each.size) for each in map(local, tasks))
-    options = {"num_workers": 2, "cpus_per_worker": 1, "labels": {"role": "encoder"}, "start_seconds": 30}
+    options = {"num_workers": 2, "cpus_per_worker": 1, "labels": {"role": "encoder"}, "start_seconds": 60}
     try:
         with workers(shard, there, **options) as runner, caplog.at_level(logging.WARNING):
             results = runner(tasks)
             encoded = [next(results)]
             cluster.remove_node(nodes[0], allow_graceful=False)
             encoded += results
-        assert "launcher=ray: no file was finished within launcher.start_seconds=30" in caplog.text
+        assert caplog.text.count("it is started again") == 1
         assert sorted((each.name, each.size) for each in encoded) == expected, "each file once"
         assert files(tmp_path / "there") == files(tmp_path / "here")
     finally:
@@ -260,7 +264,8 @@ def test_a_cluster_makes_the_store_that_this_machine_makes(ray: Any, cli: Any, t
     for workers in (1, 3):
         code, out = cli(*command, f"store=by-{workers}", "launcher=ray", f"launcher.num_workers={workers}")
         assert code == 0, out
-        assert f"launcher=ray: {workers} workers" in out and "1 bad" in out and "texts: " in out
+        some = "1 worker of" if workers == 1 else f"{workers} workers of"
+        assert f"launcher=ray: {some} the cluster at" in out and "1 bad" in out and "texts: " in out
         assert files(tmp_path / f"by-{workers}") == files(tmp_path / "here")
     code, out = cli(*command, "store=by-3", "launcher=ray")
     assert code == 0 and "19 kept, 0 added" in out, out

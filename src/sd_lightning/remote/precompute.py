@@ -1,8 +1,8 @@
 """Encode latent and text files on a Ray cluster: actors encode, on a GPU or a part of one, and tasks decode on CPUs.
 
-An encoder has one file at a time, whose next groups of images are decoded meanwhile. Ray starts one that has died
-again, with its file, on another machine if its own has left. If there is no room, a free encoder gets the file when
-nothing else is left. A file that is there is never written anew.
+An encoder has one file at a time, whose next groups of images are decoded meanwhile. One that dies, alone or with its
+machine, is started again where there is room, and the first that is free encodes its file. A file that is there is
+never written anew. Ray's own retries are not used: while a machine leaves they are used up within seconds.
 
 Ray Data is not used: a latent file is made of whole groups of images, in order and in one place, and there it would be
 one row. All images of a file would be in memory, decoded, where a few groups are enough.
@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 _WHO = "launcher=ray"
 _AHEAD = 16
 """Groups of images that are decoded, or being decoded, ahead of each encoder."""
+_REMEDY = "look at the memory and the GPU there; nothing is lost: run precompute again"
 
 
 def reserve(launcher: Ray, root: Location) -> Callable[..., RayWorkers]:
@@ -80,22 +82,24 @@ class RayWorkers:
         self._ray, self._launcher = ray, launcher
         # References in a tuple are fetched by the processes themselves, after they have looked at their packages.
         self._refs = ray.put((replace(shard, sources={}), texts)), ray.put(replace(shard, encoder=cast(Any, None)))
-        new = ray.remote(
+        actor: Any = ray.remote(
             num_cpus=launcher.cpus_per_worker,
             num_gpus=gpus,
-            label_selector=dict(launcher.labels) if launcher.labels else None,
-            max_restarts=-1,
-            max_task_retries=launcher.max_failures,
+            label_selector=dict(launcher.labels) if launcher.labels else {},
         )(EncoderActor)
-        join = partial(_join, os.getcwd(), package_versions())
-        self._actors = [new.remote(join, self._refs) for _ in range(launcher.worker_range[1])]
-        starts = {actor.start.remote(root): actor for actor in self._actors}
-        done, late = ray.wait([*starts], num_returns=len(starts), timeout=launcher.start_seconds)
-        self._machines = {starts[ref]: self._value(ref, "a machine of the cluster") for ref in done}
+        self._new = partial(actor.remote, partial(_join, os.getcwd(), package_versions()), self._refs)
+        self._actors = [self._new() for _ in range(launcher.worker_range[1])]
+        self._idle, self._deaths = list(range(len(self._actors))), Counter[int]()  # since a file was finished
+        self._running: dict[Any, tuple[int, EncodeTask | TextTask | None]] = {}  # None: the encoder starts again
+        starts = [actor.start.remote(root) for actor in self._actors]
+        _, late = ray.wait(starts, num_returns=len(starts), timeout=launcher.start_seconds)
         if late:
             raise UsageError(self._late(f"{len(late)} of {len(starts)} workers have not started"))
-        machines = sorted(set(self._machines.values()))
-        for machine in machines:
+        try:
+            self._machines = [value_of(ref) for ref in starts]
+        except ray.exceptions.RayError as error:
+            raise UsageError(f"{_failure(error, 'a machine of the cluster')} while it started; {_REMEDY}") from error
+        for machine in set(self._machines):
             if root.size(f".tmp-{machine}") is None:
                 raise UsageError(
                     f"{_WHO}: the machine {machine} does not see the folder store={root.url}; expected one that all "
@@ -103,8 +107,8 @@ class RayWorkers:
                 )
             root.delete(f".tmp-{machine}")
         workers = f"{len(starts)} worker{'s' * (len(starts) > 1)}"
-        address = ray.get_runtime_context().gcs_address
-        print(f"{_WHO}: {workers} of the cluster at {address}, on {', '.join(machines)}", flush=True)
+        address, machines = ray.get_runtime_context().gcs_address, ", ".join(sorted(set(self._machines)))
+        print(f"{_WHO}: {workers} of the cluster at {address}, on {machines}", flush=True)
 
     def __call__(self, tasks: Iterable[EncodeTask | TextTask]) -> Iterator[Any]:
         """Encode files, and yield each when it is in the store.
@@ -112,24 +116,33 @@ class RayWorkers:
         Raises:
             UsageError: An image or the store is unusable, or an encoder keeps dying.
         """
-        left, idle = iter(tasks), [*self._actors]
-        running: dict[Any, tuple[Any, EncodeTask | TextTask]] = {}
+        left = iter(tasks)
         while True:
-            while idle and (task := next(left, None)) is not None:
-                actor = idle.pop()
-                running[actor.encode.remote(task)] = actor, task
-            if not running:
+            while self._idle and (task := next(left, None)) is not None:
+                number = self._idle.pop()
+                self._running[self._actors[number].encode.remote(task)] = number, task
+            is_encoding = any(task is not None for _, task in self._running.values())
+            if self._idle and not is_encoding:
                 return
-            done, _ = self._ray.wait([*running], timeout=self._launcher.start_seconds)
+            done, _ = self._ray.wait([*self._running], timeout=self._launcher.start_seconds)
+            if not done and not is_encoding:
+                raise UsageError(self._late("no worker has started again"))
             if not done:
                 log.warning(self._late("no file was finished"))
-                left = chain([task for _, task in running.values()][: len(idle)], left)
             for ref in done:
-                actor, task = running.pop(ref)
-                value = self._value(ref, self._machines[actor])
-                running = {other: each for other, each in running.items() if each[1] is not task}
-                idle.append(actor)
-                yield value
+                number, task = self._running.pop(ref)
+                try:
+                    value = value_of(ref)
+                except self._ray.exceptions.RayError as error:
+                    left = left if task is None else chain([task], left)
+                    self._replace(number, error)
+                    continue
+                self._idle.append(number)
+                if task is None:
+                    self._machines[number] = value
+                else:
+                    del self._deaths[number]
+                    yield value
 
     embed = __call__
 
@@ -138,16 +151,19 @@ class RayWorkers:
         for actor in self._actors:
             self._ray.kill(actor)
 
-    def _value(self, ref: Any, machine: str) -> Any:
-        try:
-            return value_of(ref)
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", error)
+    def _replace(self, number: int, error: Exception) -> None:
+        """Start an encoder again that has died."""
+        self._deaths[number] += not getattr(error, "preempted", False)
+        death, most = _failure(error, self._machines[number]), self._launcher.max_failures
+        if self._deaths[number] > most >= 0:
             raise UsageError(
-                f"{_WHO}: a worker on {machine} failed ({type(cause).__name__}: {' '.join(str(cause).split())[:400]}), "
-                f"{self._launcher.max_failures} times more if it died (launcher.max_failures); look at the memory and "
-                "the GPU there; nothing is lost: run precompute again"
-            ) from error
+                f"{death}, {self._deaths[number]} times without a file done; expected at most launcher.max_failures="
+                f"{most}; {_REMEDY}"
+            )
+        log.warning("%s; it is started again", death)
+        self._ray.kill(self._actors[number])
+        self._actors[number] = self._new()
+        self._running[self._actors[number].start.remote(None)] = number, None
 
     def _late(self, event: str) -> str:
         return (
@@ -155,6 +171,11 @@ class RayWorkers:
             "of them to decode, and GPUs on machines with launcher.labels; ray status shows what other jobs hold: end "
             "them, add machines, or write a smaller launcher.num_workers"
         )
+
+
+def _failure(error: Exception, machine: str) -> str:
+    cause = getattr(error, "cause", error)
+    return f"{_WHO}: a worker on {machine} failed ({type(cause).__name__}: {' '.join(str(cause).split())[:400]})"
 
 
 class EncoderActor:
@@ -169,8 +190,8 @@ class EncoderActor:
         """
         self._join, self._refs = join, refs
 
-    def start(self, root: Location) -> str:
-        """Leave a file in the folder of the store, and return the name of the machine.
+    def start(self, root: Location | None) -> str:
+        """Leave a file in the folder of the store, if it is given, and return the name of the machine.
 
         Raises:
             UsageError: It cannot work here.
@@ -178,7 +199,8 @@ class EncoderActor:
         self._encoders  # noqa: B018  tells at once what is wrong
         machine = socket.gethostname()
         try:
-            root.create(f".tmp-{machine}", b"")
+            if root is not None:
+                root.create(f".tmp-{machine}", b"")
         except UsageError as error:
             raise UsageError(f"{_WHO}: the machine {machine} cannot use the store: {error}") from error
         return machine
@@ -189,7 +211,7 @@ class EncoderActor:
 
     @cached_property
     def _encoders(self) -> dict[type, Any]:
-        """By what they encode; they are fetched anew if Ray has started this process again."""
+        """By what they encode; fetched once."""
         import ray
 
         self._join()

@@ -38,12 +38,8 @@ _OF_RAY = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",  # a dead worker is seen after this
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # these two would show every line twice
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
-    # Show every line, also one that looks like another process's, but not what Ray repeats without a dashboard.
-    "RAY_DEDUP_LOGS_ALLOW_REGEX": "^(?!Failed to query Ray Train|.*ray-project/ray/issues/53727)",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
 }
-"""Settings of Ray, unless the environment has others."""
+"""Settings of Ray Train, unless the environment has others."""
 
 _asked: list[str] = []
 """Why this worker is to save and leave."""
@@ -67,7 +63,7 @@ def launch(options: Ray, run: Callable[..., int], *, folder: Path, on_gpus: bool
     Raises:
         UsageError: The cluster has fewer resources, a worker's machine cannot take part, or the run raised one.
     """
-    os.environ.update(_OF_RAY | os.environ)  # Ray reads some of them when it is imported
+    os.environ.update(_OF_RAY | os.environ)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(2 * options.start_seconds)  # `_follow` gives up before
     cpus = math.ceil(options.worker_range[0] * options.cpus_per_worker)
     ray = connect(_WHO, options.address, num_cpus=max(cpus, os.cpu_count() or 1))
@@ -78,14 +74,23 @@ def launch(options: Ray, run: Callable[..., int], *, folder: Path, on_gpus: bool
     each = {name: float(n) for name, n in (("CPU", options.cpus_per_worker), ("GPU", gpus)) if n}
     wanted = {name: n * options.worker_range[0] for name, n in each.items()}
     check_resources(_WHO, wanted, setting="launcher.num_workers", labels=options.labels)
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
     from ray.util.queue import Queue
 
+    streams.remove_handler("ray_print_logs")
+    streams.add_handler("ray_print_logs", _print_lines)
     here = {"num_cpus": 0, "resources": {f"node:{ray.util.get_node_ip_address()}": 0.001}}
     events, stop = Queue(actor_options=here), Queue(actor_options=here)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder, ignore_cleanup_errors=True) as storage:
         work = partial(_work, run, events, stop, package_versions(), Path(storage))
         return _follow(_trainer(options, work, events, each, storage).fit, events, stop, options, position)
+
+
+def _print_lines(data: Mapping[str, Any]) -> None:
+    """Show what a worker has written, and not what Ray's own actors have."""
+    if data.get("actor_name") == "RayTrainWorker":
+        print(*data["lines"], sep="\n", file=sys.stderr if data["is_err"] else sys.stdout, flush=True)
 
 
 def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[str, float], storage: str) -> Any:
@@ -111,7 +116,6 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
         starts = 0
 
         def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-            logging.getLogger("ray.train").setLevel(logging.ERROR)  # in Ray's controller; `_follow` says what happens
             events.put(("start", (self.starts, len(worker_group))))
             sizes = set(worker_group.execute(lambda: ray.train.get_context().get_local_world_size()))
             worker_group.execute(_become_rank, *worker_group.execute_single(0, _free_address), self.starts, sizes)
@@ -305,6 +309,7 @@ def _work(run: Callable[..., int], events: Any, stop: Any, versions: Mapping[str
     watchdog.listeners.append(partial(tell, "cause"))
     threading.Thread(target=_listen, args=[stop], daemon=True).start()
     log_to_console()
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)  # stack traces come with the last failure
     try:
         check_versions(_WHO, versions)
         if not probe.exists():

@@ -232,7 +232,7 @@ class TestRefusals:
             ([], r"launcher.num_workers=2: strategy=single is one process.*strategy=ddp"),
             (
                 ["strategy=ddp", "trainer.devices=3"],
-                r"trainer.devices=3 ask\(s\) for 3 process.*leave trainer.devices out",
+                r"launcher.num_workers=2 is the number of processes.*leave trainer.devices=3 out",
             ),
             (["strategy=ddp", "data.batch_size=1"], r"data.batch_size=1 .*2 process"),
             (

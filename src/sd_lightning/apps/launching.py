@@ -100,13 +100,11 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
 
 def _check_number(spec: RunSpec, launcher: Ray) -> None:
     """Check the number of workers against the batch, the strategy and the number of devices."""
-    least, most = launcher.worker_range
-    given = {"trainer.devices", "trainer.num_nodes"} & spec.overridden
-    if given and not (least == most == spec.num_processes):
+    most = launcher.worker_range[1]
+    for key in sorted({"trainer.devices", "trainer.num_nodes"} & spec.overridden):
         raise UsageError(
-            f"launcher.num_workers={launcher.num_workers}: {' '.join(f'{key}={spec[key]}' for key in sorted(given))} "
-            f"ask(s) for {spec.num_processes} process(es); launcher.num_workers is the number of processes on all "
-            f"machines; leave {' and '.join(sorted(given))} out"
+            f"launcher.num_workers={launcher.num_workers} is the number of processes on all machines; leave "
+            f"{key}={spec[key]} out"
         )
     try:
         if not spec.chooses_strategy:

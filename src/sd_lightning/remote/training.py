@@ -71,7 +71,7 @@ def launch(options: Ray, run: Callable[..., int], *, folder: Path, on_gpus: bool
     gpus = min(on_gpus, in_cluster) if options.gpus_per_worker is None else options.gpus_per_worker
     if gpus not in (0, 1):
         raise UsageError(f"launcher.gpus_per_worker={gpus}: a process trains on one GPU; write 1, or 0 for CPUs")
-    each = {name: float(n) for name, n in (("CPU", options.cpus_per_worker), ("GPU", gpus)) if n}
+    each = {"CPU": float(options.cpus_per_worker), "GPU": float(gpus)}
     wanted = {name: n * options.worker_range[0] for name, n in each.items()}
     check_resources(_WHO, wanted, setting="launcher.num_workers", labels=options.labels)
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
@@ -104,6 +104,7 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
         storage: Folder for Ray's own records, which nothing reads again.
     """
     import ray.train
+    from ray.train._internal.utils import get_address_and_port
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.callback import UserCallback
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
@@ -118,7 +119,8 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
         def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
             events.put(("start", (self.starts, len(worker_group))))
             sizes = set(worker_group.execute(lambda: ray.train.get_context().get_local_world_size()))
-            worker_group.execute(_become_rank, *worker_group.execute_single(0, _free_address), self.starts, sizes)
+            address, port = worker_group.execute_single(0, get_address_and_port)  # on which rank 0 will listen
+            worker_group.execute(_become_rank, address, port, self.starts, sizes)
             self.starts += 1
 
     class TorchrunConfig(BackendConfig):
@@ -136,7 +138,7 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
         backend_config=TorchrunConfig(),
         scaling_config=ScalingConfig(
             num_workers=least if least == most else (least, most),
-            use_gpu="GPU" in each,
+            use_gpu=each["GPU"] > 0,
             resources_per_worker=dict(each),
             label_selector=dict(options.labels) if options.labels else None,
         ),
@@ -239,15 +241,6 @@ def _cause(failures: Mapping[int, Exception]) -> str:
 
 
 # What follows runs in the workers.
-
-
-def _free_address() -> tuple[str, int]:
-    """Return this machine's address and a free port, on which rank 0 will listen."""
-    import ray
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return ray.util.get_node_ip_address(), free.getsockname()[1]
 
 
 def _become_rank(address: str, port: int, starts: int, sizes: set[int]) -> None:

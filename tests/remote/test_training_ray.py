@@ -352,6 +352,20 @@ def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_full_cluster_is_waited_for_and_named(ray: Any, start: Start) -> None:
+    from ray.util.queue import Queue
+
+    holder = Queue(actor_options={"num_cpus": 7})
+    assert holder.empty()
+    run = start("full", WORKERS, "strategy=ddp", "launcher.start_seconds=3")
+    assert run.wait() == 1, run.output()
+    holder.shutdown(force=True)
+    line = r"^ERROR: launcher=ray: launcher.num_workers=2 got no place within launcher.start_seconds=3; ray status.*"
+    assert re.search(line, run.output(), re.MULTILINE) and "Traceback" not in run.output(), run.output()
+    assert not list(run.output_dir.glob(".tmp*"))
+
+
+@pytest.mark.slow
 def test_too_many_deaths_end_the_run_with_what_died_and_where_it_goes_on(start: Start) -> None:
     run = start("dead", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
     run.wait_for("step 4/400 |")
@@ -438,7 +452,9 @@ def test_a_run_grows_with_the_cluster(start: Start, tmp_path: Path, cluster: Any
     cluster.add_node(num_cpus=1)
     run.wait_for("the number of workers changes; the run goes on from step ")
     left = max(int(step) for step in re.findall(r"step (\d+)/4000", run.output()))
-    assert f"goes on from step {left // 3 * 3} with 2 workers" in run.output(), run.output()[-4000:]
+    saved = max(int(step) for step in re.findall(r"saved \S+/step-(\d+)", run.output()))
+    (begins,) = re.findall(r"goes on from step (\d+) with 2 workers", run.output())
+    assert saved <= int(begins) <= left < saved + 6, run.output()[-4000:]
     run.wait_for(f"step {left + 1}/4000 |")
     run.program.send_signal(signal.SIGINT)
     assert run.wait() == 75, run.output()[-4000:]

@@ -1,8 +1,10 @@
 """Training on Ray: what crosses to the workers, workers that die or are asked to leave, and what is refused."""
 
 import os
+import queue
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from locations import opened
 from ray_training import Training, weights
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import launching
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.remote import training
 from sd_lightning.remote.launchers import Ray
+from sd_lightning.storage import checkpoint, far_runs
 
 Start = Callable[..., Training]
 
@@ -61,27 +65,137 @@ class TestWhatCrosses:
         assert (spec["resume"], spec["model.pretrained"]) == ("auto", "stabilityai/sd-turbo")
         assert spec["callbacks.own"] == [{"name": str(tmp_path / "runs/a/own.txt")}]
 
-    def test_a_new_start_resumes_only_what_this_launch_saved(self, tmp_path: Path) -> None:
-        old = tmp_path / "checkpoints" / "step-00000004"
-        old.mkdir(parents=True)
-        settings = {"output_dir": str(tmp_path), "resume": None, "overwrite": True, "trainer": {}}
-        calls: list[RunSpec] = []
 
-        def run(spec: RunSpec, *, asked: Any) -> int:
-            calls.append(spec)
-            return 0
+class TestANewStart:
+    """What a start begins from that is not the first."""
 
-        begin = launching._Start(RunSpec(settings), run, launching._saved(RunSpec(settings)))
-        begin(devices=2, num_nodes=3, is_restart=False, asked=bool)
-        begin(devices=2, num_nodes=3, is_restart=True, asked=bool)
-        (tmp_path / "checkpoints" / "step-00000008").mkdir()
-        begin(devices=1, num_nodes=3, is_restart=True, asked=bool)
-        assert [(spec["resume"], spec["overwrite"]) for spec in calls] == [(None, True), (None, True), ("auto", False)]
-        assert [spec["trainer"] for spec in calls] == [
-            {"devices": 2, "num_nodes": 3},
-            {"devices": 2, "num_nodes": 3},
-            {"devices": 1, "num_nodes": 3},
-        ]
+    @pytest.fixture
+    def begun(self, tmp_path: Path) -> Callable[..., tuple[Callable[[], tuple[str | None, bool]], launching._Start]]:
+        """Launch a run in `tmp_path`; return what a new start of it would resume, and whether it would overwrite."""
+
+        def launch(**settings: Any) -> tuple[Callable[[], tuple[str | None, bool]], launching._Start]:
+            settings = {"output_dir": str(tmp_path), "resume": None, "overwrite": False, "trainer": {}} | settings
+            calls: list[RunSpec] = []
+            spec = RunSpec(settings)
+            before = {} if settings["resume"] == "auto" else launching._saved(spec)
+            start = launching._Start(spec, lambda spec, asked: calls.append(spec) or 0, before)
+
+            def again() -> tuple[str | None, bool]:
+                start(devices=2, num_nodes=3, is_restart=True, asked=bool)
+                assert calls[-1]["trainer"] == {"devices": 2, "num_nodes": 3}
+                return calls[-1]["resume"], calls[-1]["overwrite"]
+
+            start(devices=2, num_nodes=3, is_restart=False, asked=bool)
+            assert (calls[0]["resume"], calls[0]["overwrite"]) == (settings["resume"], settings["overwrite"])
+            return again, start
+
+        return launch
+
+    def test_resumes_what_there_is_of_this_run(self, begun: Any, tmp_path: Path) -> None:
+        again, start = begun()
+        assert again() == (None, False) and start.position() == "from the start"
+        save(tmp_path, 8)
+        assert again() == ("auto", False) and start.position() == "from step 8"
+        again, start = begun(resume="auto")
+        assert again() == ("auto", False) and start.position() == "from step 8"
+
+    def test_deletes_the_old_run_until_there_is_something_new(self, begun: Any, tmp_path: Path) -> None:
+        old, half = save(tmp_path, 4), save(tmp_path, 8)
+        again, start = begun(overwrite=True)
+        (half / "state").unlink()  # killed while it deletes
+        os.utime(half)
+        assert again() == (None, True) and start.position() == "from the start"
+        (half / "manifest.json").unlink()
+        assert again() == (None, True)
+        save(tmp_path, 4)
+        assert again() == ("auto", False) and start.position() == f"from step {checkpoint.step_of(old)}"
+
+    def test_goes_back_to_the_earlier_step_until_there_is_something_new(self, begun: Any, tmp_path: Path) -> None:
+        earlier, later = save(tmp_path, 4), save(tmp_path, 8)
+        again, start = begun(resume=str(earlier))
+        assert again() == (str(earlier), False) and start.position() == f"from {earlier}"
+        later.rename(later.with_name("set-aside-step-00000008-1234"))
+        assert again() == (str(earlier), False)
+        new = save(tmp_path, 6)
+        assert again() == (str(new), False) and start.position() == "from step 6"
+
+    def test_knows_what_the_bucket_holds(self, begun: Any, s3: Any, monkeypatch: Any, tmp_path: Path) -> None:
+        monkeypatch.setenv("SD_LIGHTNING_CACHE", str(tmp_path))
+        url = "s3://bucket/runs/a"
+        bucket, manifest = opened(url, "output_dir"), "checkpoints/step-{:08d}/manifest.json".format
+        for step in (4, 8):
+            bucket.replace(manifest(step), b"old")
+        folder = str(far_runs.working_folder(url))
+        going_back = begun(output_dir=folder, resume=f"{url}/checkpoints/step-00000004")
+        deleting = begun(output_dir=folder, overwrite=True)
+        assert going_back[0]() == (f"{url}/checkpoints/step-00000004", False)
+        assert deleting[0]() == (None, True) and deleting[1].position() == "from the start"
+        bucket.replace(manifest(6), b"new")  # while step 8 is not set aside yet
+        assert going_back[0]() == (f"{url}/checkpoints/step-00000006", False)
+        assert going_back[1].position() == "from step 6"
+        bucket.delete(manifest(6))
+        bucket.replace(manifest(8), b"new")
+        assert deleting[0]() == ("auto", False) and deleting[1].position() == "from step 8"
+        s3.deny("AccessDenied")
+        assert deleting[1].position() == "from its newest checkpoint"
+
+
+def save(run_dir: Path, step: int) -> Path:
+    """Write a checkpoint that differs from all others."""
+    with checkpoint.saving(run_dir, step) as folder:
+        (folder / "state").write_bytes(os.urandom(8))
+    return checkpoint.checkpoint_path(run_dir, step)
+
+
+class Events(queue.Queue):
+    """Ray's queue, in this process."""
+
+    size = queue.Queue.qsize
+
+    def get_nowait_batch(self, number: int) -> list[Any]:
+        return [self.get_nowait() for _ in range(number)]
+
+
+class TestTheEndIsOneLine:
+    @pytest.mark.parametrize(
+        ("kind", "line"),
+        [
+            ("lost", r"Ray failed \(ObjectLostError: .*12ab.*\)"),
+            ("controller", r"Ray failed \(RuntimeError: a b\)"),
+            ("workers", r"rank 1 died; that was more than launcher.max_failures=3"),
+        ],
+    )
+    def test_after_an_error(self, kind: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+        from ray.exceptions import ObjectLostError
+        from ray.train import ControllerError, WorkerGroupError
+
+        error = {
+            "lost": ObjectLostError("12ab", None, "there"),
+            "controller": ControllerError(RuntimeError("a\nb")),
+            "workers": WorkerGroupError("trace", {1: ValueError("x")}),
+        }[kind]
+        events = Events()
+        events.put(("cause", "rank 1 died"))
+        code = training._follow(lambda: raising(error), events, Events(), Ray(), lambda: "from step 4")
+        assert code == 1
+        (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+        assert re.fullmatch(f"launcher=ray: {line}; resume=auto goes on from step 4", record.getMessage())
+
+    def test_workers_that_get_no_place(self, caplog: pytest.LogCaptureFixture) -> None:
+        begin, events = time.monotonic(), Events()
+        events.put(("start", (0, 2)))
+        events.put(("cause", "rank 1 died"))
+        options = Ray(num_workers=2, start_seconds=0.5)
+        assert training._follow(lambda: time.sleep(30), events, Events(), options, lambda: "from step 4") == 1
+        assert time.monotonic() - begin < 10
+        assert (
+            "rank 1 died; launcher.num_workers=2 got no place within launcher.start_seconds=0.5; ray status shows what "
+            "there is; resume=auto goes on from step 4" in caplog.text
+        )
+
+
+def raising(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -118,7 +232,7 @@ class TestRefusals:
             ([], r"launcher.num_workers=2: strategy=single is one process.*strategy=ddp"),
             (
                 ["strategy=ddp", "trainer.devices=3"],
-                r"trainer.devices=3 ask\(s\) for 3 process.*leave trainer.devices out",
+                r"launcher.num_workers=2 is the number of processes.*leave trainer.devices=3 out",
             ),
             (["strategy=ddp", "data.batch_size=1"], r"data.batch_size=1 .*2 process"),
             (
@@ -133,11 +247,12 @@ class TestRefusals:
         with pytest.raises(UsageError, match=message):
             launching.launch(spec, spec.launcher, print)
 
-    def test_of_a_launcher_in_a_launcher(self, compose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+    def test_of_a_launcher_in_a_launcher(self, compose: Any, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
         spec = RunSpec.of(compose("train", "launcher=ray", WORKERS, "strategy=ddp"))
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv(variable, "2")
         assert isinstance(spec.launcher, Ray)
-        with pytest.raises(UsageError, match=r"another launcher has started 2 processes.*without torchrun"):
+        with pytest.raises(UsageError, match=r"another launcher has started 2 processes.*without torchrun.*--ntasks=1"):
             launching.launch(spec, spec.launcher, print)
 
     @pytest.mark.parametrize(
@@ -146,6 +261,7 @@ class TestRefusals:
             (["launcher.gpus_per_worker=1"], r"asks for 2 GPU; the Ray cluster has 0.*launcher.num_workers"),
             (["launcher.gpus_per_worker=0.5"], r"launcher.gpus_per_worker=0.5: a process trains on one GPU"),
             (["launcher.num_workers=9"], r"asks for 9 CPU; the Ray cluster has 8"),
+            (["launcher.labels={role: trainer}"], r"asks for 2 CPU; .* has 0 on 0 machine.*'role': 'trainer'"),
         ],
     )
     def test_of_the_cluster(self, compose: Any, ray: Any, overrides: list[str], message: str) -> None:
@@ -158,13 +274,14 @@ class TestRefusals:
 
 @pytest.mark.slow
 def test_two_workers_train_as_two_processes_do(start: Start, tmp_path: Path) -> None:
-    ray_run = start("ray", WORKERS, "strategy=ddp", "resume=auto")
+    ray_run = start("ray", WORKERS, "strategy=ddp", "resume=auto", "+callbacks.fork._target_=ray_training.ForkedWriter")
     assert ray_run.wait() == 0, ray_run.output()
     local = start("local", "strategy=ddp", "trainer.devices=2", address=None)
     assert local.wait() == 0, local.output()
     assert weights(tmp_path / "ray") == weights(tmp_path / "local")
     shown = ray_run.output()
     assert shown.count("step 8/8 |") == shown.count("steps              8 in") == 1, shown  # each line once
+    assert shown.count("written by a forked process\n") == shown.count("a line without an end") == 1, shown
     assert not list((tmp_path / "ray").glob(".tmp*"))
 
 
@@ -179,6 +296,27 @@ def test_a_worker_that_dies_costs_the_steps_since_the_checkpoint(start: Start, t
     local = start("local", "strategy=gemini", "trainer.devices=2", address=None, steps=10)
     assert local.wait() == 0, local.output()
     assert weights(tmp_path / "killed") == weights(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_survives_its_worker(
+    start: Start, tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SD_LIGHTNING_CACHE", str(tmp_path))
+    url = "s3://bucket/runs/a"  # a cluster of its own, whose workers are allowed to use the bucket
+    run = start("a", "launcher=ray", WORKERS, "strategy=ddp", f"output_dir={url}", "resume=auto", address=None)
+    run.output_dir = far_runs.working_folder(url)
+    run.wait_for("step 5/8 |")
+    run.worker(1).kill()
+    assert run.wait() == 0, run.output()
+    lines = re.findall(r"rank 1 .*died.*the run goes on from step \d with 2 workers", run.output())
+    assert len(lines) == 1, run.output()
+    local = start("local", "strategy=ddp", "trainer.devices=2", address=None)
+    assert local.wait() == 0, local.output()
+    monkeypatch.setenv("SD_LIGHTNING_CACHE", str(tmp_path / "elsewhere"))
+    far = far_runs.fetch(url, who="the test", pipeline=True)
+    fetched = {path.name: path.read_bytes() for path in (far / "pipeline" / "unet").glob("*.safetensors")}
+    assert far.name == "step-00000008" and fetched == weights(tmp_path / "local")
 
 
 @pytest.mark.slow
@@ -202,16 +340,29 @@ def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     wrong = start("wrong", WORKERS, "strategy=ddp", "data=images", f"data.train_data_dir={tmp_path / 'photos'}")
     blind = start("blind", WORKERS, "strategy=ddp")  # a folder that the workers do not see
-    until = time.monotonic() + 120
-    while not (probes := list((tmp_path / "blind").glob(".tmp-*"))):
-        assert time.monotonic() < until and blind.program.poll() is None, blind.output()
-        time.sleep(0.05)
-    probes[0].unlink()
+    blind.wait_for("2 worker(s) have started")
+    (probe,) = (tmp_path / "blind").glob(".tmp-*")
+    shutil.rmtree(probe)
     assert blind.wait() == 2, blind.output()
-    assert re.search(rf"error: launcher=ray: \S+ cannot see output_dir={tmp_path}/blind; expected", blind.output())
+    assert re.search(rf"error: launcher=ray: \S+ cannot see {tmp_path}/blind; expected", blind.output())
     assert wrong.wait() == 2, wrong.output()
     assert re.search(r"^error: ImageFolder: .*photos' holds no usable", wrong.output(), re.MULTILINE), wrong.output()
-    assert "goes on" not in wrong.output() + blind.output()
+    shown = wrong.output() + blind.output()
+    assert "goes on" not in shown and "Traceback" not in shown and shown.count("cannot see") == 1, shown
+
+
+@pytest.mark.slow
+def test_a_full_cluster_is_waited_for_and_named(ray: Any, start: Start) -> None:
+    from ray.util.queue import Queue
+
+    holder = Queue(actor_options={"num_cpus": 7})
+    assert holder.empty()
+    run = start("full", WORKERS, "strategy=ddp", "launcher.start_seconds=3")
+    assert run.wait() == 1, run.output()
+    holder.shutdown(force=True)
+    line = r"^ERROR: launcher=ray: launcher.num_workers=2 got no place within launcher.start_seconds=3; ray status.*"
+    assert re.search(line, run.output(), re.MULTILINE) and "Traceback" not in run.output(), run.output()
+    assert not list(run.output_dir.glob(".tmp*"))
 
 
 @pytest.mark.slow
@@ -293,7 +444,7 @@ def test_a_node_that_will_be_taken_away_is_left_in_time(start: Start, cluster: A
 
 
 @pytest.mark.full("cluster")
-def test_a_run_grows_with_the_cluster_and_saves_first(start: Start, tmp_path: Path, cluster: Any) -> None:
+def test_a_run_grows_with_the_cluster(start: Start, tmp_path: Path, cluster: Any) -> None:
     cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     run = start("elastic", "launcher.num_workers=[1,2]", "strategy=ddp", address=cluster.address, steps=4000)
@@ -301,7 +452,9 @@ def test_a_run_grows_with_the_cluster_and_saves_first(start: Start, tmp_path: Pa
     cluster.add_node(num_cpus=1)
     run.wait_for("the number of workers changes; the run goes on from step ")
     left = max(int(step) for step in re.findall(r"step (\d+)/4000", run.output()))
-    assert f"goes on from step {left} with 2 workers" in run.output(), run.output()[-4000:]
+    saved = max(int(step) for step in re.findall(r"saved \S+/step-(\d+)", run.output()))
+    (begins,) = re.findall(r"goes on from step (\d+) with 2 workers", run.output())
+    assert saved <= int(begins) <= left < saved + 6, run.output()[-4000:]
     run.wait_for(f"step {left + 1}/4000 |")
     run.program.send_signal(signal.SIGINT)
     assert run.wait() == 75, run.output()[-4000:]

@@ -41,6 +41,7 @@ def main(file: Path, owner: int) -> None:
     import psutil
     import ray
 
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
     context = ray.init(
         address="local", num_cpus=NUM_CPUS, include_dashboard=False, object_store_memory=2**28, resources={"encoder": 8}
     )

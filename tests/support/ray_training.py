@@ -1,5 +1,6 @@
 """Starts ``python -m sd_lightning.train launcher=ray`` on a cluster, ends its workers, and looks at how it ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,7 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import lightning.pytorch as pl
 import psutil
+from lightning.pytorch.callbacks import Callback
 
 from sd_lightning.storage import checkpoint
 
@@ -27,16 +30,28 @@ _NAME = "SD_LIGHTNING_TESTED_RUN"
 """Environment variable by which a run's workers are found."""
 
 
+class ForkedWriter(Callback):
+    """Writes at the end of training: from a forked process, as a loader's workers may, and a line without an end."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            fork = multiprocessing.get_context("fork").Process(target=print, args=["written by a forked process"])
+            fork.start()
+            fork.join()
+            print("a line without an end", end="")
+
+
 class Training:
     """A training that is going on, with what the program shows in a file."""
 
     def __init__(self, address: str | None, output_dir: Path, *overrides: str, steps: int = 8) -> None:
-        self.output_dir = output_dir
+        self.output_dir, self._name = output_dir, str(output_dir)
         self.file = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.log")
         launcher = ("launcher=ray", f"launcher.address={address}") if address else ()
         length = (f"trainer.max_steps={steps}", f"lr_scheduler.total_steps={steps}")
         command = [sys.executable, "-m", "sd_lightning.train", *launcher, *SMALL, *length, f"output_dir={output_dir}"]
-        environment = os.environ | {_NAME: str(output_dir)}
+        here = os.pathsep.join([os.path.dirname(__file__), os.environ["PYTHONPATH"]])
+        environment = os.environ | {_NAME: self._name, "PYTHONPATH": here}
         with self.file.open("w") as output:
             self.program = subprocess.Popen([*command, *overrides], stdout=output, stderr=output, env=environment)
 
@@ -67,7 +82,7 @@ class Training:
         for process in psutil.process_iter(["cmdline", "status"]):
             is_worker = " ".join(process.info["cmdline"] or []).startswith("ray::RayTrainWorker")
             with suppress(psutil.Error):
-                if is_worker and process.environ().get(_NAME) == str(self.output_dir):
+                if is_worker and process.environ().get(_NAME) == self._name:
                     found.append(process)
         return found
 

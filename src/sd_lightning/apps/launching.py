@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sd_lightning._errors import UsageError
@@ -27,32 +26,42 @@ class _Start:
 
     spec: RunSpec
     run: Callable[..., int]
-    before: frozenset[tuple[int, int]]
-    """Checkpoints that were there before the launch."""
+    before: Mapping[str, object]
+    """Checkpoints that were there before the launch, which a new start does not resume by itself."""
 
     def __call__(self, *, devices: int, num_nodes: int, is_restart: bool, asked: Callable[[], bool]) -> int:
         changes: dict[str, Any] = {"trainer.devices": devices, "trainer.num_nodes": num_nodes}
-        if is_restart and not _saved(self.spec) <= self.before:
-            changes |= {"resume": AUTO, "overwrite": False}  # else it begins as at first
+        newest = self.newest() if is_restart else None
+        if newest is not None:  # else it begins as at first
+            goes_back = self.spec["resume"] not in (None, AUTO)  # later ones may not be set aside in the bucket yet
+            changes |= {"resume": newest if goes_back else AUTO, "overwrite": False}
         return self.run(self.spec.with_settings(changes), asked=asked)
 
+    def newest(self) -> str | None:
+        """Return the newest checkpoint of this launch."""
+        new = [place for place, digest in _saved(self.spec).items() if self.before.get(place) != digest]
+        return max(new, key=checkpoint.step_of, default=None)
 
-def _saved(spec: RunSpec) -> frozenset[tuple[int, int]]:
-    """Return the steps of a run's checkpoints, with their times if they are in its folder, and those in its bucket."""
+    def position(self) -> str:
+        """Return from where a new start goes on."""
+        try:
+            newest = self.newest()
+        except UsageError:  # the bucket does not answer now
+            return "from its newest checkpoint"
+        start = self.spec["resume"] if self.spec["resume"] not in (None, AUTO) else "the start"
+        return f"from {start}" if newest is None else f"from step {checkpoint.step_of(newest)}"
+
+
+def _saved(spec: RunSpec) -> dict[str, object]:
+    """Return the checkpoints of a run, in its folder and in its bucket, each with what differs if it is saved anew."""
     paths = checkpoint.all_checkpoints(spec.output_dir)
-    saved = {(checkpoint.step_of(path), path.stat().st_mtime_ns) for path in paths}
+    saved: dict[str, object] = {str(path): checkpoint.manifest_digest(path) for path in paths}
     if spec.url is not None:
-        entries = open_location(spec.url, key="output_dir").entries("checkpoints/")
-        saved |= {(step, 0) for step in whole_steps(entry.name for entry in entries)}
-    return frozenset(saved)
-
-
-def _position(spec: RunSpec) -> str:
-    try:
-        saved = _saved(spec)
-    except UsageError:  # the bucket does not answer now
-        return "from its newest checkpoint"
-    return f"from step {max(saved)[0]}" if saved else "from the start"
+        location = open_location(spec.url, key="output_dir")
+        for step in whole_steps(entry.name for entry in location.entries("checkpoints/")):
+            path = checkpoint.checkpoint_path("", step)
+            saved[f"{spec.url}/{path}"] = location.read(f"{path}/{checkpoint.MANIFEST_NAME}")
+    return {place: digest for place, digest in saved.items() if digest is not None}  # None: it is being deleted
 
 
 def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
@@ -69,49 +78,38 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
     Raises:
         UsageError: The run does not fit the number of workers; see :func:`sd_lightning.remote.training.launch`.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    started = max(int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    if started > 1:
         raise UsageError(
-            f"launcher=ray: another launcher has started {os.environ['WORLD_SIZE']} processes already; start the "
-            "program once, without torchrun or srun, or leave launcher=ray out"
+            f"launcher=ray: another launcher has started {started} processes already; start the program once, without "
+            "torchrun, or with srun --nodes=1 --ntasks=1, or leave launcher=ray out"
         )
     _check_number(spec, launcher)
     if spec.url is None:
         check_place(spec["output_dir"], key="output_dir")
         spec = spec.with_absolute_paths()
-        check_output_dir(spec.output_dir, resuming=spec["resume"] is not None, overwrite=spec["overwrite"], reads={})
-    elif spec["overwrite"]:
-        raise UsageError(
-            f"launcher=ray: output_dir={spec.url} overwrite=true: a start after a worker's death could not tell the "
-            "old run's checkpoints from its own; delete that run, or choose another output_dir"
-        )
+        folder = spec.output_dir
+        check_output_dir(folder, resuming=spec["resume"] is not None, overwrite=spec["overwrite"], reads={})
     else:
-        spec = spec.with_absolute_paths()
-        os.environ.setdefault(far_runs.CACHE, str(far_runs.cache()))  # by it workers know that the folder is a URL's
-    return training.launch(
-        launcher,
-        _Start(spec, run, _saved(spec)),
-        folder=spec.output_dir,
-        on_gpus=spec["trainer.accelerator"] in ("auto", "gpu", "cuda"),
-        position=partial(_position, spec),
-    )
+        spec, folder = spec.with_absolute_paths(), far_runs.cache()
+        os.environ.setdefault(far_runs.CACHE, str(folder))  # by it workers know that the run's folder is a URL's
+    start = _Start(spec, run, {} if spec["resume"] == AUTO else _saved(spec))
+    on_gpus = spec["trainer.accelerator"] in ("auto", "gpu", "cuda")
+    return training.launch(launcher, start, folder=folder, on_gpus=on_gpus, position=start.position)
 
 
 def _check_number(spec: RunSpec, launcher: Ray) -> None:
     """Check the number of workers against the batch, the strategy and the number of devices."""
-    least, most = launcher.worker_range
-    given = {"trainer.devices", "trainer.num_nodes"} & spec.overridden
-    if given and not (least == most == spec.num_processes):
+    most = launcher.worker_range[1]
+    for key in sorted({"trainer.devices", "trainer.num_nodes"} & spec.overridden):
         raise UsageError(
-            f"launcher.num_workers={launcher.num_workers}: {' '.join(f'{key}={spec[key]}' for key in sorted(given))} "
-            f"ask(s) for {spec.num_processes} process(es); launcher.num_workers is the number of processes on all "
-            f"machines; leave {' and '.join(sorted(given))} out"
+            f"launcher.num_workers={launcher.num_workers} is the number of processes on all machines; leave "
+            f"{key}={spec[key]} out"
         )
-    channels_last, batch_size = spec.get("speed.channels_last", False), spec["data.batch_size"]
     try:
         if not spec.chooses_strategy:
-            settings = RunSettings(str(spec["trainer.precision"]), most, 1, channels_last=channels_last)
-            engine_of(spec.strategy).check_settings(settings)
-        if batch_size != AUTO:
-            check_division(batch_size, most, spec["trainer.accumulate_grad_batches"])
+            engine_of(spec.strategy).check_settings(RunSettings(str(spec["trainer.precision"]), most, 1))
+        if spec["data.batch_size"] != AUTO:
+            check_division(spec["data.batch_size"], most, spec["trainer.accumulate_grad_batches"])
     except UsageError as error:
         raise UsageError(f"launcher.num_workers={launcher.num_workers}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ _ANSWER_SECONDS = 10.0
 _START = "start one with: ray start --head, and give the host:port that it prints"
 
 
-def connect(who: str, address: str | None = None, *, num_cpus: int | None = None, logs: bool = True) -> Any:
+def connect(who: str, address: str | None = None, *, num_cpus: int | None = None) -> Any:
     """Connect this process to a Ray cluster, unless it is connected already, and return the module ``ray``.
 
     Args:
@@ -26,7 +27,6 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
             one that the environment variable RAY_ADDRESS names, else a new one on this machine, which ends with this
             process.
         num_cpus: Logical CPUs of a new cluster; None for as many as this machine has.
-        logs: Whether Ray shows here what its workers write.
 
     Raises:
         UsageError: Ray is not installed, or no cluster answers at the address.
@@ -35,14 +35,13 @@ def connect(who: str, address: str | None = None, *, num_cpus: int | None = None
     if ray.is_initialized():
         return ray
     named = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": named}
     if named:
         _check_answers(who, named)
+    else:
+        options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     try:
-        if named:
-            ray.init(address=named, logging_level=logging.ERROR, log_to_driver=logs)
-        else:
-            quiet = {"logging_level": logging.ERROR, "log_to_driver": logs}
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        ray.init(**options, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"at {named}" if named else "on this machine"
         raise UsageError(
@@ -67,26 +66,37 @@ def _check_answers(who: str, address: str) -> None:
         ) from error
 
 
-def check_resources(who: str, wanted: Mapping[str, float], *, setting: str) -> None:
+def check_resources(
+    who: str, wanted: Mapping[str, float], *, setting: str, labels: Mapping[str, str] | None = None
+) -> None:
     """Check that the connected cluster has resources in total, by Ray's names: ``{"CPU": 8, "GPU": 8}``.
+
+    A cluster that an autoscaler manages, which names the group of each machine, is not refused: machines may come.
 
     Args:
         who: What asks for them, for the message.
         wanted: Resource -> number.
         setting: What to write smaller.
+        labels: Label -> value, or Ray's ``!value``, ``in(a, b)`` or ``!in(a, b)``, of machines that may be used.
 
     Raises:
         UsageError: It has fewer.
     """
     import ray
 
-    there = ray.cluster_resources()
+    machines = [node for node in ray.nodes() if node["Alive"]]
+    if any("ray.io/node-group" in node["Labels"] for node in machines):
+        return
+    for label, value in (labels or {}).items():
+        values = re.split(r"[(,)]\s*", value.lstrip("!"))
+        machines = [node for node in machines if (node["Labels"].get(label) in values) != value.startswith("!")]
+    where = f" with the label(s) {dict(labels)}" if labels else ""
     for name, number in wanted.items():
-        if there.get(name, 0.0) < number:
-            machines = sum(node["Alive"] for node in ray.nodes())
+        there = sum(node["Resources"].get(name, 0.0) for node in machines)
+        if there < number:
             raise UsageError(
-                f"{who} asks for {number:g} {name}; the Ray cluster has {there.get(name, 0.0):g} on {machines} "
-                f"machine(s); write a smaller {setting}, or add machines with: ray start --address=<head>"
+                f"{who} asks for {number:g} {name}; the Ray cluster has {there:g} on {len(machines)} machine(s){where}"
+                f"; write a smaller {setting}, or add machines with: ray start --address=<head>"
             )
 
 

@@ -36,7 +36,7 @@ class Ray:
                 f"launcher.num_workers={self.num_workers}: expected a number of at least 1, or [min,max]; write "
                 "launcher.num_workers=8"
             )
-        for name, least in (("cpus_per_worker", 0), ("gpus_per_worker", 0), ("max_failures", -1)):
+        for name, least in (("cpus_per_worker", 0), ("gpus_per_worker", 0), ("max_failures", -1), ("start_seconds", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"launcher.{name}={value}: expected at least {least}; leave launcher.{name} out")

@@ -2,11 +2,11 @@
 
 Ray hears only how a worker ends. Checkpoints stay those of the run's folder, from which a new start resumes. What
 torchrun tells its processes, Ray's workers get in the same environment variables, so that nothing else knows of Ray.
+Ray itself brings what they write to the console of the program.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,112 +40,71 @@ _OF_RAY = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
 }
 """Settings of Ray Train, unless the environment has others."""
-_SAVE_SECONDS = 600.0
-"""How long workers may take to save before their number changes."""
 
-_asked = threading.Event()
-"""Whether this worker is to save and leave."""
-_training = threading.Event()
-"""Whether this worker trains."""
-_reasons: list[str] = []
-"""Why this very worker, of all, is to leave."""
-
-
-class Console:
-    """Actor beside the program: workers write to it, and ask it whether to stop."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
-        self._is_stopping = False
-
-    def write(self, kind: str, value: Any) -> None:
-        self._events.append((kind, value))
-
-    def read(self) -> list[tuple[str, Any]]:
-        """Return what was written since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def stop(self) -> None:
-        self._is_stopping = True
-
-    def is_stopping(self) -> bool:
-        return self._is_stopping
-
-
-class _Lines(io.TextIOBase):
-    """Text stream that sends whole lines to the console, as "stdout" or "stderr"."""
-
-    def __init__(self, console: Any, kind: str) -> None:
-        self._console, self._kind, self._rest = console, kind, ""
-
-    def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        if lines:
-            self._console.write.remote(self._kind, "\n".join(lines))
-        return len(text)
+_asked: list[str] = []
+"""Why this worker is to save and leave."""
 
 
 def launch(options: Ray, run: Callable[..., int], *, folder: Path, on_gpus: bool, position: Callable[[], str]) -> int:
-    """Run a training on Ray workers, and show what rank 0 writes.
+    """Run a training on Ray workers.
 
     Args:
         options: Workers and their number.
         run: Trains, and returns the exit code. Workers call it with ``devices`` (processes on their machine),
             ``num_nodes``, ``is_restart`` (there was an earlier start of this run) and ``asked``, a function that
             returns whether to stop after the current step, and save.
-        folder: The run's folder, or that of a run in a bucket, which all machines have to see.
+        folder: A folder that all machines have to see.
         on_gpus: Whether the run uses GPUs where there are some.
         position: Returns from where a new start goes on: ``"from step 40"``.
 
     Returns:
-        Exit code of rank 0; 1 after more failures than ``max_failures``.
+        Exit code of rank 0; 1 after more failures than ``max_failures``, or if workers get no place.
 
     Raises:
         UsageError: The cluster has fewer resources, a worker's machine cannot take part, or the run raised one.
     """
+    os.environ.update(_OF_RAY | os.environ)
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(2 * options.start_seconds)  # `_follow` gives up before
     cpus = math.ceil(options.worker_range[0] * options.cpus_per_worker)
-    ray = connect(_WHO, options.address, num_cpus=max(cpus, os.cpu_count() or 1), logs=False)
+    ray = connect(_WHO, options.address, num_cpus=max(cpus, os.cpu_count() or 1))
     in_cluster = ray.cluster_resources().get("GPU", 0.0)
     gpus = min(on_gpus, in_cluster) if options.gpus_per_worker is None else options.gpus_per_worker
     if gpus not in (0, 1):
         raise UsageError(f"launcher.gpus_per_worker={gpus}: a process trains on one GPU; write 1, or 0 for CPUs")
-    each = {name: float(n) for name, n in (("CPU", options.cpus_per_worker), ("GPU", gpus)) if n}
+    each = {"CPU": float(options.cpus_per_worker), "GPU": float(gpus)}
     wanted = {name: n * options.worker_range[0] for name, n in each.items()}
-    check_resources(_WHO, wanted, setting="launcher.num_workers")
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(options.start_seconds)
-    os.environ.update(_OF_RAY | os.environ)
-    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-    console = ray.remote(num_cpus=0, resources=here)(Console).remote()
-    with _probe(folder) as probe, tempfile.TemporaryDirectory(prefix="sd-lightning-ray-") as storage:
-        versions = package_versions()
-        trainer = _trainer(options, lambda: _work(run, console, versions, probe), console, each, storage)
-        return _Launch(console, position, options.max_failures).follow(trainer.fit)
+    check_resources(_WHO, wanted, setting="launcher.num_workers", labels=options.labels)
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as streams
+    from ray.util.queue import Queue
+
+    streams.remove_handler("ray_print_logs")
+    streams.add_handler("ray_print_logs", _print_lines)
+    here = {"num_cpus": 0, "resources": {f"node:{ray.util.get_node_ip_address()}": 0.001}}
+    events, stop = Queue(actor_options=here), Queue(actor_options=here)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder, ignore_cleanup_errors=True) as storage:
+        work = partial(_work, run, events, stop, package_versions(), Path(storage))
+        return _follow(_trainer(options, work, events, each, storage).fit, events, stop, options, position)
 
 
-@contextmanager
-def _probe(folder: Path) -> Iterator[Path]:
-    """Put a file into the run's folder, for workers to look for."""
-    probe = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        yield probe
-    finally:
-        probe.unlink(missing_ok=True)
+def _print_lines(data: Mapping[str, Any]) -> None:
+    """Show what a worker has written, and not what Ray's own actors have."""
+    if data.get("actor_name") == "RayTrainWorker":
+        print(*data["lines"], sep="\n", file=sys.stderr if data["is_err"] else sys.stdout, flush=True)
 
 
-def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping[str, float], storage: str) -> Any:
+def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[str, float], storage: str) -> Any:
     """Return Ray's trainer, for which workers become ranks as under torchrun.
 
     Args:
         options: Workers and their number.
         work: What workers call.
-        console: The console.
+        events: Queue of what happens.
         each: What each worker reserves.
         storage: Folder for Ray's own records, which nothing reads again.
     """
     import ray.train
+    from ray.train._internal.utils import get_address_and_port
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.callback import UserCallback
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
@@ -158,21 +117,18 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
         starts = 0
 
         def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-            console.write.remote("start", (self.starts, len(worker_group)))
+            events.put(("start", (self.starts, len(worker_group))))
             sizes = set(worker_group.execute(lambda: ray.train.get_context().get_local_world_size()))
-            worker_group.execute(_become_rank, *worker_group.execute_single(0, _free_address), self.starts, sizes)
+            address, port = worker_group.execute_single(0, get_address_and_port)  # on which rank 0 will listen
+            worker_group.execute(_become_rank, address, port, self.starts, sizes)
             self.starts += 1
-
-        def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-            if least < most and all(worker_group.execute(_is_training)):  # neither done nor failed: a resize
-                worker_group.execute(_save_and_leave)
 
     class TorchrunConfig(BackendConfig):
         backend_cls = Torchrun
 
     class Failures(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            console.write.remote("cause", _cause(worker_exceptions))
+            events.put(("cause", _cause(worker_exceptions)))
             for error in worker_exceptions.values():
                 if isinstance(error, UsageError):
                     raise error  # another start would end like this one
@@ -182,7 +138,7 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
         backend_config=TorchrunConfig(),
         scaling_config=ScalingConfig(
             num_workers=least if least == most else (least, most),
-            use_gpu="GPU" in each,
+            use_gpu=each["GPU"] > 0,
             resources_per_worker=dict(each),
             label_selector=dict(options.labels) if options.labels else None,
         ),
@@ -198,104 +154,93 @@ def _trainer(options: Ray, work: Callable[[], None], console: Any, each: Mapping
     )
 
 
-class _Launch:
-    """A run as the program sees it that started its workers."""
+def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, position: Callable[[], str]) -> int:
+    """Call Ray's ``fit``, tell when workers go on after others have ended, and return the exit code.
 
-    def __init__(self, console: Any, position: Callable[[], str], max_failures: int) -> None:
-        self._console, self._position, self._max_failures = console, position, max_failures
-        self._cause: str | None = None
-        self._code = 1
-        self._signals = 0
+    Args:
+        fit: Returns when all have ended.
+        events: Queue of (``"start"``, (earlier starts, workers)), (``"cause"``, clause), (``"code"``, exit code).
+        stop: Queue that is filled when the run is to stop.
+        options: Workers and their number.
+        position: Returns from where a new start goes on.
+    """
+    import ray
 
-    def follow(self, fit: Callable[[], Any]) -> int:
-        """Show what workers write until they have ended; return the exit code."""
-        import ray
+    failures: list[Exception] = []
+    signals: list[int] = []
+    cause, code, deadline = None, 1, time.monotonic() + options.start_seconds
 
-        failures: list[Exception] = []
-
-        def work() -> None:
-            try:
-                fit()
-            except Exception as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=work, daemon=True)  # in the main thread, Ray would not save at Ctrl-C
-        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def work() -> None:
         try:
-            thread.start()
-            while thread.is_alive():
-                if self._signals:
-                    ray.get(self._console.stop.remote())
-                thread.join(0.3)
-                self._show(ray.get(self._console.read.remote()))
-        except ray.exceptions.RayError as error:  # the cluster is gone
+            fit()
+        except Exception as error:
             failures.append(error)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        return self._give_up(failures[0]) if failures else self._code
 
-    def _handle(self, number: int, *_: object) -> None:
-        """Let the first signal stop the run after a step, and a second Ctrl-C at once."""
-        self._signals += 1
-        if self._signals > 1 and number == signal.SIGINT:
+    def handle(number: int, *_: object) -> None:
+        signals.append(number)
+        if len(signals) > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def _show(self, events: list[tuple[str, Any]]) -> None:
-        for kind, value in events:
-            if kind in ("stdout", "stderr"):
-                print(value, file=getattr(sys, kind), flush=True)
-            elif kind == "cause":
-                self._cause = self._cause or value
-            elif kind == "code":
-                self._code = value
-            else:
-                starts, num_workers = value
-                if starts:
-                    cause, self._cause = self._cause or "the number of workers changes", None
-                    log.warning("%s; the run goes on %s with %d workers", cause, self._position(), num_workers)
+    thread = threading.Thread(target=work, daemon=True)  # in the main thread, Ray would not save at Ctrl-C
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        thread.start()
+        while thread.is_alive() or events.size():
+            if signals and stop.empty():
+                stop.put(None)
+            thread.join(0.3)
+            for kind, value in events.get_nowait_batch(events.size()):
+                if kind == "cause":
+                    cause, deadline = cause or value, min(deadline, time.monotonic() + options.start_seconds)
+                elif kind == "code":
+                    code = value
                 else:
-                    log.info("%s: %d worker(s) have started, and import what they need", _WHO, num_workers)
+                    deadline = math.inf
+                    if value[0]:
+                        cause, ended = None, cause or "the number of workers changes"
+                        log.warning("%s; the run goes on %s with %d workers", ended, position(), value[1])
+                    else:
+                        log.info("%s: %d worker(s) have started, and import what they need", _WHO, value[1])
+            if time.monotonic() > deadline and thread.is_alive():
+                raise TimeoutError(
+                    f"{f'{cause}; ' if cause else ''}launcher.num_workers={options.num_workers} got no place within "
+                    f"launcher.start_seconds={options.start_seconds:g}; ray status shows what there is"
+                )
+    except (ray.exceptions.RayError, TimeoutError) as error:  # the cluster is gone, or full
+        failures.append(error)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    time.sleep(1.0)  # Ray reads the last lines of workers from files
+    if not failures:
+        return code
+    text = _end(failures[0], cause, options.max_failures)
+    log.error("%s: %s; resume=auto goes on %s", _WHO, " ".join(text.split())[:800], position())
+    return 1
 
-    def _give_up(self, error: Exception) -> int:
-        """Tell why the run ends, and return its exit code; raise the run's ``UsageError``."""
-        reason = getattr(error, "controller_failure", None)
-        if isinstance(reason, UsageError):
-            raise reason
-        text = f"the workers did not start: {reason}; ray status shows what there is"
-        if reason is None:
-            sys.stderr.write(f"{error}\n")
-            text = f"{self._cause}; that was more than launcher.max_failures={self._max_failures}"
-        if reason is self._cause is None:
-            text = f"Ray failed ({type(error).__name__})"
-        log.error("%s: %s; resume=auto goes on %s", _WHO, " ".join(text.split()), self._position())
-        return 1
+
+def _end(failure: Exception, cause: str | None, max_failures: int) -> str:
+    """Return a clause that says why a run ends; raise the run's own ``UsageError``."""
+    reason = getattr(failure, "controller_failure", failure)
+    if isinstance(reason, UsageError):
+        raise reason
+    if hasattr(reason, "worker_failures"):
+        sys.stderr.write(f"{reason}\n")  # with their stack traces
+        return f"{cause}; that was more than launcher.max_failures={max_failures}"
+    return str(reason) if isinstance(reason, TimeoutError) else f"Ray failed ({type(reason).__name__}: {reason})"
 
 
 def _cause(failures: Mapping[int, Exception]) -> str:
-    """Return a clause that says which worker ended, and of what."""
+    """Return a clause that says which worker ended, and of what; first come those that died."""
     from ray.exceptions import RayActorError
 
     errors = {rank: getattr(error, "health_check_failure", error) for rank, error in failures.items()}
-    dead = {rank: error for rank, error in errors.items() if isinstance(error, RayActorError)}
-    left = [error.error_msg for error in dead.values() if error.preempted]
-    if left:
-        return max(left, key=len) or "a machine of the run is taken away"
-    rank, error = next(iter((dead or errors).items()))
-    text = " ".join(str(error).split())
-    return f"rank {rank} died: {text[:400]}" if dead else f"rank {rank} raised {type(error).__name__}: {text[:400]}"
+    rank, error = min(errors.items(), key=lambda each: not isinstance(each[1], RayActorError))
+    end = "died" if isinstance(error, RayActorError) else f"raised {type(error).__name__}"
+    return f"rank {rank} {end}: {' '.join(str(error).split())[:400]}"
 
 
 # What follows runs in the workers.
-
-
-def _free_address() -> tuple[str, int]:
-    """Return this machine's address and a free port, on which rank 0 will listen."""
-    import ray
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return ray.util.get_node_ip_address(), free.getsockname()[1]
 
 
 def _become_rank(address: str, port: int, starts: int, sizes: set[int]) -> None:
@@ -316,44 +261,28 @@ def _become_rank(address: str, port: int, starts: int, sizes: set[int]) -> None:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     os.environ.update(zip(names.split(), f"{rank} {world_size} {local} {group} {address} {port}".split(), strict=True))
     os.environ.update(TORCHELASTIC_RUN_ID="ray", TORCHELASTIC_RESTART_COUNT=str(starts))
-    signal.signal(signal.SIGTERM, lambda number, frame: _leave("got SIGTERM"))
+    signal.signal(signal.SIGTERM, lambda number, frame: _asked.append("got SIGTERM"))
 
 
-def _is_training() -> bool:
-    return _training.is_set()
-
-
-def _leave(reason: str) -> None:
-    _reasons.append(f"rank {os.environ['RANK']} on {socket.gethostname()} {reason}, saved and left")
-    _asked.set()
-
-
-def _save_and_leave() -> None:
-    _asked.set()
-    end = time.monotonic() + _SAVE_SECONDS
-    while _training.is_set() and time.monotonic() < end:
-        time.sleep(0.1)
-
-
-def _listen(console: Any) -> None:
-    """Ask every second whether the run is to stop, or a machine of it is taken away."""
+def _listen(stop: Any) -> None:
+    """Ask every second whether the run is to stop, or the machine of this worker is taken away."""
     import ray.train
 
-    preemption = getattr(ray.train, "get_preemption_info", None)  # Ray 2.55 has none
+    preemption = getattr(ray.train, "get_preemption_info", lambda: None)  # Ray 2.55 has none
     while True:
         try:
-            if ray.get(console.is_stopping.remote()):
-                _asked.set()
-            info = None if preemption is None else preemption()  # waits for all ranks
+            if not stop.empty():
+                _asked.append("is to stop")
+            info = preemption()  # waits for all ranks
         except Exception:  # the program that started the run is gone, and Ray ends its workers
-            _asked.set()
+            _asked.append("lost its program")
             return
         if info is not None and int(os.environ["RANK"]) in info.preempted_ranks:
-            _leave("loses its machine")
+            _asked.append("loses its machine")
         time.sleep(1.0)
 
 
-def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], probe: Path) -> None:
+def _work(run: Callable[..., int], events: Any, stop: Any, versions: Mapping[str, str], probe: Path) -> None:
     """Train as one rank.
 
     Raises:
@@ -366,28 +295,29 @@ def _work(run: Callable[..., int], console: Any, versions: Mapping[str, str], pr
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
     from sd_lightning.strategies.processes import watchdog
 
-    is_first = os.environ["RANK"] == "0"
+    def tell(kind: str, value: Any) -> None:
+        ray.get(events.actor.put.remote((kind, value)), timeout=5)
+
     names = {"devices": "LOCAL_WORLD_SIZE", "num_nodes": "GROUP_WORLD_SIZE", "is_restart": "TORCHELASTIC_RESTART_COUNT"}
-    watchdog.listeners.append(lambda text: ray.get(console.write.remote("cause", text), timeout=5))
-    threading.Thread(target=_listen, args=[console], daemon=True).start()
-    out, err = (_Lines(console, each) if is_first else getattr(sys, each) for each in ("stdout", "stderr"))
-    with redirect_stdout(out), redirect_stderr(err):
-        log_to_console()
-        _training.set()
-        try:
-            check_versions(_WHO, versions)
-            if not probe.exists():
-                raise UsageError(
-                    f"{_WHO}: {socket.gethostname()} cannot see output_dir={probe.parent}; expected a folder that "
-                    "all machines share; write output_dir=<such a folder>, or set SD_LIGHTNING_CACHE to one for a "
-                    "run in a bucket"
-                )
-            code = run(**{name: int(os.environ[variable]) for name, variable in names.items()}, asked=_asked.is_set)
-        except UsageError as error:
-            raise UsageError(str(error)) from None  # a plain one can be sent
-        finally:
-            _training.clear()
-    if code == EXIT_INTERRUPTED and not ray.get(console.is_stopping.remote()):
-        raise RayActorError(error_msg="".join(_reasons[:1]), preempted=True)
-    if is_first:
-        ray.get(console.write.remote("code", code))
+    watchdog.listeners.append(partial(tell, "cause"))
+    threading.Thread(target=_listen, args=[stop], daemon=True).start()
+    log_to_console()
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)  # stack traces come with the last failure
+    try:
+        check_versions(_WHO, versions)
+        if not probe.exists():
+            raise UsageError(
+                f"{_WHO}: {socket.gethostname()} cannot see {probe.parent}; expected a folder that all machines share; "
+                "write output_dir=<such a folder>, or set SD_LIGHTNING_CACHE to one for a run in a bucket"
+            )
+        code = run(**{name: int(os.environ[variable]) for name, variable in names.items()}, asked=lambda: bool(_asked))
+    except UsageError as error:
+        raise UsageError(str(error)) from None  # a plain one can be sent
+    finally:
+        sys.stdout.flush()
+    if code == EXIT_INTERRUPTED and stop.empty():
+        if _asked:
+            tell("cause", f"rank {os.environ['RANK']} on {socket.gethostname()} {_asked[0]}, saved and left")
+        raise RayActorError(error_msg=f"saved and left ({_asked})", preempted=True)
+    if os.environ["RANK"] == "0":
+        tell("code", code)

@@ -1,6 +1,7 @@
 """A run's folder in a bucket: what it holds whenever uploads end, fail or are too slow."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -134,13 +135,10 @@ def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
 
 def dying_after(s3: S3Server, requests: int) -> Fault:
     """Let requests that change the bucket fail after a number of them."""
-    count = [0]
+    numbers = itertools.count()
 
     def matches(request: Request) -> bool:
-        if request.method not in ("PUT", "POST", "DELETE"):
-            return False
-        count[0] += 1
-        return count[0] > requests
+        return request.method in ("PUT", "POST", "DELETE") and next(numbers) >= requests
 
     fault = Fault(matches, **DENIED)
     s3.faults.append(fault)
@@ -194,7 +192,7 @@ def test_a_run_that_ends_in_the_middle_goes_on_where_it_was(s3: S3Server, bucket
     run.save(1)
     run.uploads._sync()
     run.save(2)
-    dying_after(s3, 2)
+    dying_after(s3, 6)  # of 10
     with pytest.raises(UsageError):
         run.uploads._sync()
     s3.faults.clear()
@@ -276,7 +274,7 @@ def test_a_bucket_that_denies_half_way_costs_nothing_on_disk(
     warning = next(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
     assert f"output_dir={URL}: cannot write {URL}/checkpoints/step-00000002/state" in warning
     assert "access is denied" in warning and f"step 1 is in {URL}; the run goes on" in warning
-    words = ("access is denied", "grant them", f"step 1 is in {URL}; step 2 of the run is only in {run.folder}; then")
+    words = ("access is denied", "grant them", f"step 1 is in {URL}; what is newer is only in {run.folder}; then")
     refusal(run.end, *words, "resume=auto")
     assert {"checkpoints/step-00000002/manifest.json", "summary.json"} <= on_disk(run.folder).keys()
     assert steps(bucket) == [1]
@@ -379,7 +377,7 @@ def test_a_file_that_is_lost_is_told_and_not_looked_for_again_and_again(
     time.sleep(1.0)
     assert not s3.requests, "it waits for the next checkpoint"
     assert "rank-0.safetensors" in caplog.text and f"no step is in {URL} yet; the run goes on" in caplog.text
-    refusal(run.end, "rank-0.safetensors", f"step 1 of the run is only in {run.folder}")
+    refusal(run.end, "rank-0.safetensors", f"no step is in {URL} yet; what is newer is only in {run.folder}")
     assert steps(bucket) == []
 
 

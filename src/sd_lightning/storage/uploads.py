@@ -93,7 +93,7 @@ class RunUploads:
         if later:
             log.warning("%s goes on from step %d; what is of later steps is set aside", self.location.url, step)
         token = secrets.token_hex(4)
-        for name in later:
+        for name in sorted(later, key=lambda name: name.endswith(MANIFEST_NAME)):
             self.location.copy(name, name.replace("/step-", f"/set-aside-{token}-step-", 1))
         if later or not step:
             self._delete([*later, _SUMMARY])
@@ -136,11 +136,9 @@ class RunUploads:
         try:
             self._sync()
         except (UsageError, OSError, ValueError) as error:
-            newest = map(checkpoint.step_of, checkpoint.all_checkpoints(self.folder)[-1:])
-            missing = [f"step {step}" for step in newest if step not in whole_steps(self._far)] or ["some files"]
             text = (
-                f"{error} {self.state()}; {missing[0]} of the run is only in {self.folder}; then run the same command "
-                "with resume=auto on this machine, which uploads it"
+                f"{error} {self.state()}; what is newer is only in {self.folder}; then run the same command with "
+                "resume=auto on this machine, which uploads it"
             )
             if raises:
                 raise UsageError(text) from error

@@ -27,7 +27,7 @@ from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, 
 from sd_lightning.callbacks.checkpoint import writer
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.state.shards import TensorRange, tensor_of
-from sd_lightning.storage import runs
+from sd_lightning.storage.atomic import TEMPORARY
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, step_of
 
 Run = Callable[..., CompletedProcess[str]]
@@ -315,9 +315,9 @@ def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
 def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has marked the folder; that no mark is there stands for a disk of this machine's own."""
+    """The folder is marked, as by an earlier start; rank 0's new file is not there, as on a disk of this machine's."""
     monkeypatch.setattr(writer, "_NFS_SECONDS", 0.0)
-    monkeypatch.setattr(writer, "take_folder", lambda *_: None)
+    monkeypatch.setattr(Path, "touch", lambda *_: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     module, weights = small.module(), Weights()
     with pytest.raises(UsageError) as caught:
@@ -335,10 +335,11 @@ def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pyt
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            runs.mark(run)
+            (run / f"{TEMPORARY}new").touch()
 
     monkeypatch.setattr(writer.time, "sleep", sleep)
-    trainer = SimpleNamespace(global_rank=5)
+    monkeypatch.setattr(writer.secrets, "token_hex", lambda _: "new")
+    trainer = SimpleNamespace(global_rank=5, is_global_zero=False)
     writer.check_shared(trainer, run)  # type: ignore[arg-type]
     assert len(slept) == 3
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from sd_lightning._errors import UsageError
@@ -26,52 +25,44 @@ _SILENCE = 150.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""
 
 
-@contextmanager
-def in_bucket(spec: RunSpec) -> Iterator[RunUploads | None]:
-    """Hold the bucket of a run; after an error, upload the last checkpoint.
+def in_bucket(spec: RunSpec, run: Callable[[RunUploads | None], int]) -> int:
+    """Hold the bucket of a run, if it has one, while it runs; then, and after an error, wait for the last checkpoint.
 
-    Yields:
-        What uploads the run's folder; None without a bucket, and on all but the first process.
+    Args:
+        spec: The run.
+        run: Trains, and returns the exit code. Gets what uploads the run's folder: None without a bucket, and on all
+            but the first process.
+
+    Returns:
+        The exit code.
 
     Raises:
-        UsageError: The bucket cannot be used, another run is at work in it, or it holds something else; before data
-            or model are touched.
+        UsageError: The bucket cannot be used, another run is at work in it, or it holds something else, before data
+            or model are touched; or not all of the run could be uploaded.
     """
-    if spec.url is None:
-        yield None
-        return
-    if spec["trainer.num_nodes"] > 1 and far_runs.CACHE not in os.environ:
-        raise UsageError(
-            f"trainer.num_nodes={spec['trainer.num_nodes']}: output_dir={spec.url} is written by way of a folder on "
-            f"one machine; expected one that all machines share; set {far_runs.CACHE}=<shared folder>, or "
-            "trainer.num_nodes=1"
-        )
+    if spec.url is None or not is_first_process():
+        return run(None)
     location, folder = open_location(spec.url, key="output_dir"), spec.output_dir
-    if not is_first_process():
-        yield None
-        return
     location.check_writable()
     lease = Lease(location, LEASE, f"output_dir={spec.url}", "run", _SILENCE, waits=True)
     uploads = RunUploads(location, folder, lease)
     with lease.held():
         _check_bucket(spec, location)
-        _set_aside_another(folder, location)
+        _adopt_mark(folder, location)
         try:
-            yield uploads
-        except (Exception, SystemExit) as error:
-            try:
-                uploads.finish(everything=False)
-            except UsageError as failure:
-                log.warning("%s", failure)
-            if isinstance(error, UsageError):
-                text = str(error).replace(f"output_dir={folder}", f"output_dir={spec.url}")
-                raise UsageError(text) from error
+            code = run(uploads)
+            uploads.finish(raises=code == 0)  # who restarts an interrupted run goes by its exit code
+            return code
+        except (Exception, SystemExit):
+            uploads.finish(raises=False)
             raise
+        finally:
+            uploads.stop()  # also if Ctrl-C interrupts the wait
 
 
 def _check_bucket(spec: RunSpec, location: Location) -> None:
-    """Check that the folder in the bucket is new, or that of a run that is to be continued or deleted."""
-    names = [entry.name for entry in location.entries()]
+    """Check that the folder in the bucket is new, or that of a run that is to be continued."""
+    names, resume = [entry.name for entry in location.entries()], str(spec["resume"])
     if names and location.size(runs.MARK) is None:
         shown = sorted({name.partition("/")[0] for name in names})
         raise UsageError(
@@ -79,23 +70,24 @@ def _check_bucket(spec: RunSpec, location: Location) -> None:
             f"{', '.join(shown[:5])} ({len(names)} files in all); expected a folder that is new, empty or a run's; "
             f"write output_dir={spec.url}/run"
         )
-    resume = str(spec["resume"])
     goes_on = resume == "auto" or f"{far_runs.name_of(resume)}/".startswith(f"{spec.url}/")
-    if (whole_steps(names) or "summary.json" in names) and not goes_on and not spec["overwrite"]:
+    if (whole_steps(names) or "summary.json" in names) and not goes_on:
         raise UsageError(
             f"output_dir={spec.url} already holds a run; continue it with resume=auto, choose another output_dir=, or "
-            "delete it with overwrite=true"
+            "delete it there"
         )
 
 
-def _set_aside_another(folder: Path, location: Location) -> None:
-    """Rename a folder on this machine that holds another run than the bucket, and mark the folder as that run's."""
-    mark = location.read(runs.MARK) if location.size(runs.MARK) else None
+def _adopt_mark(folder: Path, location: Location) -> None:
+    """Mark the folder on this machine as that of the run in the bucket; one of another run is renamed."""
+    try:
+        mark = location.read(runs.MARK)
+    except FileNotFoundError:
+        return  # the run is new, or only here
     with suppress(FileNotFoundError):
         if (folder / runs.MARK).read_bytes() != mark:
             aside = folder.rename(folder.with_name(f"{folder.name}-{secrets.token_hex(4)}"))
             log.warning("%s held another run than the bucket does now; it is in %s", folder, aside)
-    if mark is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with new_file(folder / runs.MARK) as tmp:
-            tmp.write_bytes(mark)
+    folder.mkdir(parents=True, exist_ok=True)
+    with new_file(folder / runs.MARK) as tmp:
+        tmp.write_bytes(mark)

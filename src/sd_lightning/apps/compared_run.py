@@ -160,7 +160,7 @@ def _folder(text: str) -> Path:
     if far_runs.is_url(text):
         path = far_runs.records_folder(text)
         with atomic.new_folder(path) as tmp:
-            far_runs.fetch_records(text, tmp, who="runs", wanted=_is_compared)
+            far_runs.fetch_records(text, tmp, _is_compared, who="runs")
     else:
         path = Path(text)
     if not text or not path.exists():

@@ -94,9 +94,13 @@ def _with_start(spec: RunSpec) -> RunSpec:
     Raises:
         UsageError: There is no such checkpoint or model, or settings contradict each other.
     """
-    spec, continued = _with_fetched(spec)
     resume, init_from, is_own = spec["resume"], spec["init_from"], False
     changes: dict[str, Any] = {}
+    continued = None
+    if far_runs.is_url(resume) or (resume == "auto" and spec.url is not None):
+        continued = runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
+        resume = resume if continued is None else str(continued)
+        spec = spec.with_settings({"resume": resume})
     if resume is not None:
         changes, is_own = adopted(spec)
         resume = changes.get("resume", resume)
@@ -115,8 +119,9 @@ def _with_start(spec: RunSpec) -> RunSpec:
     if spec.starts_from_lightning:
         checkpoint.check_lightning_checkpoint(init_from)
     elif init_from is not None and not is_own:
-        # By its URL if it has one: on another machine that resumes the run, copies lie elsewhere.
-        changes["model.pretrained"] = far_runs.name_of(runs.find_pipeline(init_from, who="init_from"))
+        pipeline = runs.find_pipeline(init_from, who="init_from")
+        # A copy is another one later and elsewhere; a run's URL stays when the run deletes this checkpoint.
+        changes["model.pretrained"] = init_from if far_runs.is_url(init_from) else str(pipeline)
     if continued is None and resume is not None:
         continued = runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
     if continued is None:
@@ -127,15 +132,6 @@ def _with_start(spec: RunSpec) -> RunSpec:
     state = read_trainer_state(continued)
     check_same_parts(state, spec, continued)  # also when the module is built, after slow work such as class images
     return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
-
-
-def _with_fetched(spec: RunSpec) -> tuple[RunSpec, Path | None]:
-    """Return a run that resumes a checkpoint on this machine, and the checkpoint if it was looked for in a bucket."""
-    resume = spec["resume"]
-    if resume is None or not (far_runs.is_url(resume) or resume == "auto" and far_runs.url_of(spec.output_dir)):
-        return spec, None
-    continued = runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
-    return (spec if continued is None else spec.with_settings({"resume": str(continued)})), continued
 
 
 def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:
@@ -157,7 +153,7 @@ def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:
     if model.get("_target_") != spec.model.target:
         return {}, False
     if init_from is not None and not is_same:
-        if runs.find_pipeline(init_from, who="init_from").resolve() != _place(base).resolve():
+        if runs.find_pipeline(init_from, who="init_from").resolve() != Path(base).resolve():
             return {}, False
     elif init_from is None and spec.model.get("pretrained") is not None:
         return {}, False
@@ -189,10 +185,6 @@ def _started(spec: RunSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             f"resume={resume}: {file}: {error}; copy the file from the run again, or delete it and give model= as "
             "the run had it"
         ) from error
-
-
-def _place(base: str) -> Path:
-    return far_runs.copy_folder(base) if far_runs.is_url(base) else Path(base)
 
 
 def _plain_text(model: Mapping[str, Any], key: str) -> str | None:

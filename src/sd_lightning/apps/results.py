@@ -50,7 +50,7 @@ def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
         folder.lock()
         runs.go_back(folder.path, trainer.global_step)  # fit does this too, if it has steps to train
         if (uploads := checkpoints_of(trainer).uploads) is not None:
-            uploads.begin(trainer.global_step)
+            uploads.begin()
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
         "bad_samples": len(bad_samples),
         "bad_sample_names": sorted(bad_samples)[:100],
         "checkpoint": name_of(saved),
-        "pipeline": name_of(pipeline),
+        "pipeline": str(pipeline) if spec.url is None else name_of(saved / "pipeline"),
     }
     on_cpu = trainer.strategy.root_device.type == "cpu"
     summary["plan"] = _against_plan(run_dir / PLAN, summary, on_cpu=on_cpu)

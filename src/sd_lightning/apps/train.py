@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,19 +68,8 @@ def run(
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
-    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
-
     use_expandable_segments()
-    with in_bucket(spec) as uploads:
-        code = _run(spec, prepare, asked, uploads)
-        if uploads is not None:
-            try:
-                uploads.finish(everything=code == 0)
-            except UsageError as error:
-                if code != EXIT_INTERRUPTED:
-                    raise
-                log.warning("%s", error)  # who restarts the run goes by the exit code
-    return code
+    return in_bucket(spec, partial(_run, spec, prepare, asked))
 
 
 def _run(
@@ -94,12 +84,12 @@ def _run(
     run_dir, resume, choice = spec.output_dir, spec.resume, None
     if resume is not None:
         step = checkpoint.step_of(resume)
-        is_own_copy = far_runs.is_copy(resume) and runs.holds(run_dir, resume)
-        source = resume.parents[1] if is_own_copy else run_dir
+        source = resume.parents[1] if runs.holds(run_dir, resume) else run_dir
         if spec["trainer.max_steps"] <= step and runs.is_finished(source, step):
             log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
-            if uploads is not None:  # the first time something was denied, perhaps
-                uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3))
+            if uploads is not None and not far_runs.is_copy(resume):  # the first time something was denied, perhaps
+                uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3), step=step)
+                uploads.begin()
             return 0
     quiet_libraries()
     if spec.left_to_planner():
@@ -239,14 +229,13 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None, uplo
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
     run_dir, settings = spec.output_dir, spec.yaml()
-    saving, url = checkpoints_of(trainer), spec.url
+    saving, resume = checkpoints_of(trainer), spec.resume
     saving.folder.open(overwrite=spec["overwrite"])
-    if url is not None and spec.resume is not None and far_runs.copy_folder(url) in spec.resume.parents:
-        far_runs.fetch_records(
-            url, run_dir, who="output_dir", wanted=runs.is_written
-        )  # curves and pictures go on where they were
+    if spec.url is not None and resume is not None and far_runs.copy_folder(spec.url) in resume.parents:
+        far_runs.fetch_records(spec.url, run_dir, runs.is_record, who="output_dir")  # curves go on where they were
     if uploads is not None:
-        uploads.open(keep=saving.keep, overwrite=spec["overwrite"])
+        step = 0 if resume is None else checkpoint.step_of(resume)
+        uploads.open(keep=saving.keep, step=step)
         saving.uploads = uploads
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
         tmp.write_text(settings)

@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,7 +37,6 @@ CACHE = "SD_LIGHTNING_CACHE"
 """Environment variable: the folder for runs in buckets; ``~/.cache/sd_lightning`` by default."""
 _AT_A_TIME = 8
 """Files that a process fetches at a time."""
-_NO_RECORDS = {"checkpoints", "frozen", "frozen-weights", "pipeline"}
 
 
 class NotWhole(Exception):
@@ -106,15 +104,8 @@ def newer(run_dir: Path, newest: Path | None) -> Path | None:
         run_dir: The run's folder; if it stands for no URL, nothing is looked for.
         newest: The newest whole one in the folder.
     """
-    url = url_of(run_dir)
-    if url is None:
-        return newest
-    here = -1 if newest is None else checkpoint.step_of(newest)
-    there = _newest(url, who="output_dir", after=here)
-    if best := there or newest:
-        where = "the bucket" if there else f"{run_dir}, and the bucket holds no later one"
-        log.info("%s goes on from %s of %s", url, best.name, where)
-    return best
+    url, step = url_of(run_dir), -1 if newest is None else checkpoint.step_of(newest)
+    return newest if url is None else _newest(url, who="output_dir", after=step) or newest
 
 
 def fetch(url: str, *, who: str, pipeline: bool = False) -> Path:
@@ -163,10 +154,6 @@ def _newest(url: str, *, who: str, after: int = -1, only: str | None = None, pip
         except (NotWhole, FileNotFoundError) as problem:  # or the run has just deleted it
             log.warning("Checkpoint %s/%s is not used: %s; trying the one before it.", url, place, problem)
             continue
-        for path in checkpoint.all_checkpoints(copy) if not only else ():
-            if path.name not in names:  # the run has deleted it
-                with suppress(FileNotFoundError):  # another process of this machine was faster
-                    atomic.delete_folder(path)
         for file in ("config.yaml", "summary.json"):
             try:
                 location.fetch(file, copy / file)
@@ -230,15 +217,10 @@ def _bring(location: Location, copy: Path, name: str, digest: str) -> None:
                 raise NotWhole(f"{name} was altered (its SHA-256 differs)")
 
 
-def file_of(path: Path) -> tuple[Location, str, tuple[int, str]]:
-    """Return where a tensor file in the state of a copy is: the checkpoint's location, its name, size and SHA-256."""
-    copy, name = path.parents[1], f"{path.parent.name}/{path.name}"
-    return _location(str(url_of(copy))), name, checkpoint.files_of(read_json(copy / MANIFEST_NAME))[name]
-
-
 @lru_cache(maxsize=8)  # a client of S3 takes a second
-def _location(url: str) -> Location:
-    return open_location(url, key="checkpoint")
+def location_of(copy: Path) -> Location:
+    """Return where the files of a checkpoint's copy come from."""
+    return open_location(name_of(copy), key="checkpoint")
 
 
 def fetch_file(path: Path) -> None:
@@ -247,22 +229,23 @@ def fetch_file(path: Path) -> None:
     Raises:
         UsageError: It is not that of the manifest.
     """
-    location, name, (_, digest) = file_of(path)
+    copy = path.parents[1]
+    name = path.relative_to(copy).as_posix()
     try:
-        with _locked(path.parents[1]):
-            _bring(location, path.parents[1], name, digest)
+        with _locked(copy):
+            _bring(location_of(copy), copy, name, checkpoint.files_of(read_json(copy / MANIFEST_NAME))[name][1])
     except (NotWhole, FileNotFoundError) as problem:
-        raise UsageError(f"{location.url} is damaged: {problem}; use another checkpoint.") from problem
+        raise UsageError(f"{name_of(copy)} is damaged: {problem}; use another checkpoint.") from problem
 
 
-def fetch_records(url: str, folder: Path, *, who: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def fetch_records(url: str, folder: Path, wanted: Callable[[str], bool], *, who: str) -> None:
     """Fetch what a run has recorded, such as its settings, logs and summary; existing files are replaced.
 
     Args:
         url: The run.
         folder: Where the files go.
-        who: Name of the setting, for messages.
         wanted: Which files, by name.
+        who: Name of the setting, for messages.
 
     Raises:
         UsageError: There is nothing at the URL, or it cannot be read.
@@ -276,6 +259,5 @@ def fetch_records(url: str, folder: Path, *, who: str, wanted: Callable[[str], b
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         location.fetch(name, folder / name)
 
-    names = [name for name in sizes if name.partition("/")[0] not in _NO_RECORDS and wanted(name)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        list(pool.map(bring, names))
+        list(pool.map(bring, filter(wanted, sizes)))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 BEAT = 30.0
 """Seconds between two signs of life of a job."""
-_CLOCKS = 600.0
-"""Seconds by which the clock of another machine may be behind, if one can wait for a sign of life."""
 LOOK = 2.0
 """Seconds between two looks at the lease of a job that may be dead."""
 
@@ -34,9 +33,9 @@ LOOK = 2.0
 class Lease:
     """The right of one job to write to a folder.
 
-    A job that was killed leaves its lease. It ends when the process is dead, as far as this machine can see, and else
-    after ``silence`` seconds without a sign of life. Of two jobs that take over the same lease at the same moment, one
-    learns it from :meth:`check`.
+    A job that was killed leaves its lease. It ends when the process is dead, as far as this machine, or this
+    container, can see, and else after ``silence`` seconds without a sign of life. Clocks differ by less. Of two jobs
+    that take over the same lease at the same moment, one learns it from :meth:`check`.
     """
 
     location: Location
@@ -95,8 +94,9 @@ class Lease:
                 log.warning("%s", error)
 
     def _sign(self) -> bytes:
-        ours = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token, "time": time.time()}
-        return json.dumps(ours).encode()
+        process = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
+        process["started"] = psutil.Process().create_time()
+        return json.dumps(process | {"token": self.token, "time": time.time()}).encode()
 
     def _holder(self) -> dict[str, Any]:
         try:
@@ -110,14 +110,11 @@ class Lease:
         holder = first
         while True:
             try:
-                age, pid = time.time() - float(holder["time"]), int(holder["pid"])
+                age, is_here = time.time() - float(holder["time"]), holder.get("machine") == _machine()
+                if max(age, time.monotonic() - begin) >= self.silence or (is_here and _is_dead(holder)):
+                    return
             except (LookupError, ValueError, TypeError):
-                return
-            is_here = holder.get("host") == socket.gethostname()
-            is_dead = pid == os.getpid() or not psutil.pid_exists(pid)  # or an earlier job of this process
-            limit = self.silence + (_CLOCKS if self.waits and not is_here else 0.0)
-            if age >= limit or time.monotonic() - begin >= self.silence or (is_here and is_dead):
-                return
+                return  # it was cut off
             who = f"{self.who}: another {self.job} ({_process(holder)})"
             if is_here or not self.waits or holder["time"] != first["time"]:
                 raise UsageError(
@@ -131,6 +128,24 @@ class Lease:
             holder = self._holder()
 
 
+def _machine() -> str:
+    """Return what processes have in common that see each other: the start of their system, and their container."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _is_dead(holder: dict[str, Any]) -> bool:
+    pid = int(holder["pid"])
+    if pid == os.getpid() or not psutil.pid_exists(pid):  # or an earlier job of this process
+        return True
+    try:
+        return bool(abs(psutil.Process(pid).create_time() - holder["started"]) > 2.0)  # another with that number
+    except psutil.Error:
+        return False
+
+
 def _process(holder: dict[str, Any]) -> str:
-    is_here = holder.get("host") == socket.gethostname()
+    is_here = holder.get("machine") == _machine()
     return f"process {holder.get('pid')} of {'this machine' if is_here else holder.get('host')}"

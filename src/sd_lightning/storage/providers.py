@@ -134,12 +134,8 @@ class S3Files:
         }
 
     def cp_file(self, source: str, path: str) -> None:
-        try:
-            self.client.copy(_where(source), **_where(path))  # in parts if it is large
-        except self.client.exceptions.ClientError as error:
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
-                raise FileNotFoundError(source) from error
-            raise
+        self.info(source)  # says if it is not there
+        self.client.copy(_where(source), **_where(path))  # in parts if it is large
 
     def rm_file(self, path: str) -> None:
         self.client.delete_object(**_where(path))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,52 +40,36 @@ class RangedFile:
         self.handle: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)
         self._location, self._name = location, name
         self._here: list[Span] = []
-        """What is here, in order, without overlaps."""
 
     def fetch(self, spans: Iterable[Span]) -> None:
-        """Fetch ranges that are not here yet, several at a time.
+        """Fetch ranges that are not here yet, several at a time; those with small gaps between them together.
 
         Raises:
             UsageError: The file is absent or shorter, or the disk is full.
         """
-        missing = joined((span for span in spans if not self._has(span)), GAP_BYTES)
-        if not missing:
-            return
+        missing: list[Span] = []
+        for begin, end in sorted(spans):
+            if missing and begin - missing[-1][1] <= GAP_BYTES:
+                missing[-1] = (missing[-1][0], max(missing[-1][1], end))
+            elif not any(first <= begin and end <= last for first, last in self._here):
+                missing.append((begin, end))
         step = REQUEST_BYTES
+        parts = [(a, min(a + step, end)) for begin, end in missing for a in range(begin, end, step)]
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            list(
-                pool.map(
-                    self._bring, [(a, min(a + step, end)) for begin, end in missing for a in range(begin, end, step)]
-                )
-            )
-        self._here = joined([*self._here, *missing], 0)
+            list(pool.map(self._bring, parts))
+        self._here += missing
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes ``[begin, end)``."""
         return self._location.read(self._name, begin, end)
 
-    def _has(self, span: Span) -> bool:
-        place = bisect_right(self._here, span[0], key=lambda each: each[0])
-        return span[0] >= span[1] or (place > 0 and span[1] <= self._here[place - 1][1])
-
     def _bring(self, part: Span) -> None:
         try:
-            begin, data = part[0], memoryview(self.read(*part))
-            while data:
-                count = os.pwrite(self.handle.fileno(), data, begin)
-                begin, data = begin + count, data[count:]
+            data = self.read(*part)
+            if os.pwrite(self.handle.fileno(), data, part[0]) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # the disk is full, or the file was deleted
             raise UsageError(
                 f"{self._location.url}/{self._name}: its parts cannot be fetched ({error}); free space, choose another "
                 "disk with SD_LIGHTNING_CACHE=<folder>, or use another checkpoint."
             ) from error
-
-
-def joined(spans: Iterable[Span], gap: int) -> list[Span]:
-    """Return ranges in order; those that overlap or have at most ``gap`` bytes between them are joined."""
-    out: list[Span] = []
-    for begin, end in sorted(spans):
-        if out and begin - out[-1][1] <= gap:
-            begin, end = out[-1][0], max(out.pop()[1], end)
-        out.append((begin, end))
-    return out

@@ -41,10 +41,8 @@ LOCK = ".lock"
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
-NAMES = (
-    *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
-    *("report.html", "memory_timeline.json", PLAN),
-)
+_RECORDS = ("config.yaml", "logs", "samples", "summary.json", "report.html", "memory_timeline.json", PLAN)
+_NAMES = (*_RECORDS, "checkpoints", "frozen", "frozen-weights", "pipeline")
 """Names in a run's folder."""
 _WRITTEN = (
     *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html"),
@@ -54,7 +52,6 @@ _WRITTEN = (
     *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
-_PIPELINE_FILES = r"pipeline/(model_index\.json|[^/]*\.safetensors|[^/]+/.*\.(json|txt|model|safetensors))"
 _SHOWN = 5
 
 
@@ -247,12 +244,9 @@ def delete_written(run_dir: Path) -> None:
             folder.rmdir()
 
 
-def is_written(name: str) -> bool:
-    """Return whether a run writes a file of this name, relative to its folder."""
-    if name.startswith("pipeline/"):  # foreign files, such as a model card, are kept there
-        return re.fullmatch(_PIPELINE_FILES, name) is not None
-    patterns = [pattern.replace("**/", "*") for pattern in _WRITTEN]
-    return _matches(name, patterns) or _matches(name, [f"{pattern}/*" for pattern in patterns])
+def is_record(name: str) -> bool:
+    """Return whether a file of this name, in a run's folder, is of its settings, curves, pictures or results."""
+    return name.partition("/")[0] in _RECORDS
 
 
 def added_to(pipeline: Path) -> list[Path]:
@@ -346,7 +340,7 @@ def holds(run_dir: Path, path: Path) -> bool:
     """
     place, url = path.resolve(), far_runs.url_of(run_dir)
     copies = [] if url is None else [far_runs.copy_folder(url)]
-    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *copies, *(run_dir / n for n in NAMES)))
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *copies, *(run_dir / n for n in _NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:

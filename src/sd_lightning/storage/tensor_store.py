@@ -20,7 +20,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import far_runs
-from sd_lightning.storage.ranged_file import RangedFile, Span, joined
+from sd_lightning.storage.ranged_file import RangedFile, Span
 from sd_lightning.storage.safetensors_file import (
     DTYPE_OF_NAME,
     NAME_OF_DTYPE,
@@ -120,6 +120,7 @@ class ShardedTensors:
                 f"Tensor {key!r} in {self.directory} has shape {stored.shape}; "
                 f"cannot read [{begin}, {end}) into shape {tuple(out.shape)}."
             )
+        self.fetch([(key, begin, end)])
         target = out.detach()
         max_numel = SLICE_BYTES // stored.dtype.itemsize
         for piece, start, stop in self._spans(key, begin, end):
@@ -149,13 +150,12 @@ class ShardedTensors:
                 at = self._column(key, piece).begin - piece.begin * itemsize
                 spans.setdefault(piece.file, []).append((at + start * itemsize, at + stop * itemsize))
         for name in spans.keys() & self._ranged.keys():
-            wanted, header = joined(spans[name], 0), self._files[name].header
-            if sum(end - begin for begin, end in wanted) < _MOSTLY * (header.end - header.begin):
-                self._ranged[name].fetch(wanted)
-                continue
-            far_runs.fetch_file(self.directory / name)
-            self._ranged.pop(name).handle.close()
-            self._files[name] = open_safetensors(self.directory / name)
+            header = self._files[name].header
+            if sum(end - begin for begin, end in set(spans[name])) < _MOSTLY * (header.end - header.begin):
+                self._ranged[name].fetch(spans[name])
+            else:
+                far_runs.fetch_file(self.directory / name)
+                del self._ranged[name], self._files[name]  # it is opened where it is now
 
     def streamed(self, key: str) -> StreamedTensor:
         """Return a tensor for a writer; the store must stay open until it is written."""
@@ -210,8 +210,6 @@ class ShardedTensors:
         """Fill a contiguous host tensor from a piece."""
         memory = bytes_of(out)
         begin = self._column(key, piece).begin + (start - piece.begin) * out.dtype.itemsize
-        if piece.file in self._ranged:
-            self._ranged[piece.file].fetch([(begin, begin + len(memory))])
         if not read_exactly(self._files[piece.file].handle, memory, begin):
             raise UsageError(f"Tensor {key!r}: {self.directory / piece.file} ends too early; use another checkpoint.")
 
@@ -231,9 +229,9 @@ class ShardedTensors:
     def _open(self, path: Path) -> OpenFile:
         if path.exists() or not far_runs.is_copy(path):
             return open_safetensors(path)
-        location, name, (size, _) = far_runs.file_of(path)
-        self._ranged[path.name] = file = RangedFile(location, name, path.parent)
-        return OpenFile(file.handle, read_header(file.read, size))
+        location = far_runs.location_of(self.directory.parent).child(self.directory.name)
+        self._ranged[path.name] = file = RangedFile(location, path.name, self.directory)
+        return OpenFile(file.handle, read_header(file.read))
 
 
 def _read_index(index: Path) -> dict[str, _Stored]:

@@ -165,7 +165,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
             if self.uploads is not None:
-                self.uploads.begin(trainer.global_step)
+                self.uploads.begin()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         lightning_loops.set_logged_step(trainer)
@@ -253,7 +253,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
 
     def _publish(self, saved: Path) -> None:
         if self.uploads is not None:
-            self.uploads.publish(saved)
+            self.uploads.publish(saved, self._rotation.before)
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise if the directory holds another run; then write the files that checkpoints share."""

@@ -6,6 +6,7 @@ Functions with a ``trainer`` are collective calls.
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ from sd_lightning.callbacks.guards import REMEDY, last_good
 from sd_lightning.data.contract import CountedData
 from sd_lightning.state.ranks import failing_together, of_all_ranks, on_rank_zero
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
-from sd_lightning.storage import atomic, checkpoint, typed_json
-from sd_lightning.storage.runs import MARK, RunFolder
+from sd_lightning.storage import atomic, checkpoint, far_runs, typed_json
+from sd_lightning.storage.atomic import TEMPORARY
+from sd_lightning.storage.runs import RunFolder
 from sd_lightning.storage.tensor_store import merge_index, write_shards
 from sd_lightning.strategies import training_state
 
@@ -99,19 +101,27 @@ def _announce(trainer: pl.Trainer, run_dir: Path, keep: int) -> None:
 
 
 def check_shared(trainer: pl.Trainer, run_dir: Path) -> None:
-    """Check before the first step that this machine sees the files that rank 0 has just written.
+    """Check before the first step that this machine sees the folder of rank 0; a collective call.
 
     Raises:
         UsageError: It does not.
     """
+    # A new file: the folder of an earlier start may be there on a disk of this machine's own.
+    probe = run_dir / on_rank_zero(lambda: f"{TEMPORARY}{secrets.token_hex(8)}")
     until = time.monotonic() + _NFS_SECONDS
-    while not (run_dir / MARK).exists():
-        if time.monotonic() > until:
-            raise UsageError(
-                f"rank {trainer.global_rank} on {socket.gethostname()} does not see output_dir={run_dir}, "
-                "which rank 0 has made; put it on a file system that all machines share"
-            )
-        time.sleep(0.5)
+    with failing_together():
+        if trainer.is_global_zero:
+            probe.touch()
+        while not probe.exists():
+            if time.monotonic() > until:
+                place = "it" if far_runs.url_of(run_dir) is None else f"the folder {far_runs.CACHE}"
+                raise UsageError(
+                    f"rank {trainer.global_rank} on {socket.gethostname()} does not see output_dir={run_dir}, "
+                    f"which rank 0 has made; put {place} on a file system that all machines share"
+                )
+            time.sleep(0.5)
+    if trainer.is_global_zero:
+        probe.unlink()
 
 
 def _logged(trainer: pl.Trainer, run_dir: Path) -> set[str]:

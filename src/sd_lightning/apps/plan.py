@@ -17,24 +17,14 @@ from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
-from sd_lightning.apps.plan_output import (
-    advice,
-    calibration_table,
-    encoding_record,
-    encoding_table,
-    gpu_record,
-    record,
-    remote_options,
-    table,
-    timeline_record,
-)
+from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
 from sd_lightning.planner.calibration import file_of, hardware, hardware_here
 from sd_lightning.planner.devices import Cluster, Device, tables
-from sd_lightning.planner.encoders import check_encoders, encoding_bills
+from sd_lightning.planner.encoders import check_encoders, encoding_bills, options_of
 from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
@@ -103,15 +93,13 @@ def run(cfg: DictConfig) -> int:
     if plans.best:
         if encoders:
             bills = encoding_bills(search, plans.best[0], encoders, price=price, loader=spec["loader"])
-        command = train_command(spec, search.run, [*plans.best[0].options(), *remote_options(bills)])
+        command = train_command(spec, search.run, [*plans.best[0].options(), *options_of(bills)])
     count, host = search.cluster.count, search.cluster.host
     memory = f"{device.memory_gib:g} GiB, with {host / GB:.0f} GB of host memory each"
     print(f"{title}, on {count} x {device.name} ({memory})", end="\n\n")
-    print(*table(plans, command, spec["images"], price), sep="\n")
+    print(*table(plans, command, spec["images"], price, bills), sep="\n")
     if price is not None:
         print(f"dollars: {price:g} per hour and GPU, {price_source}")
-    if bills:
-        print("", *encoding_table(bills), sep="\n")
     if count > 1:
         print(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     if not plans.best:
@@ -120,12 +108,11 @@ def run(cfg: DictConfig) -> int:
     print(*hints, sep="\n")
     if spec["output"] is not None:
         settings = f"given: {' '.join(sys.argv[1:])}; the others by default"
-        data = record(plans, title=title, settings=settings, price=price) | {
+        data = record(plans, title=title, settings=settings, price=price, bills=bills) | {
             "command": command,
             "hints": hints,
             "images": spec["images"],
             "price_source": None if price is None else price_source,
-            "encoders": encoding_record(bills),
             "timeline": timeline_record(search.timeline(plans.best[0])) if plans.best else None,
             "gpus": list(map(gpu_record, on_other_gpus(search, plans))) if spec["compare"] else [],
         }

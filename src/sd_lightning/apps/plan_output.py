@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,9 @@ _POINTS = 400
 """Operations of a step that are kept; of several the one with the most memory."""
 
 
-def record(plans: Plans, *, title: str, settings: str, price: float | None = None) -> dict[str, Any]:
+def record(
+    plans: Plans, *, title: str, settings: str, price: float | None = None, bills: Sequence[EncodingBill] = ()
+) -> dict[str, Any]:
     """Return the plans.
 
     Args:
@@ -27,6 +28,7 @@ def record(plans: Plans, *, title: str, settings: str, price: float | None = Non
         title: What is trained.
         settings: Where its settings are from.
         price: Dollars per hour and GPU.
+        bills: Of ways to encode.
     """
     cluster = plans.cluster
     return {
@@ -52,7 +54,12 @@ def record(plans: Plans, *, title: str, settings: str, price: float | None = Non
             }
             for each in plans.considered
         ],
+        "encoders": _ways(bills),
     }
+
+
+def _ways(bills: Sequence[EncodingBill]) -> list[dict[str, Any]]:
+    return [vars(bill) | {"dollars": bill.dollars} for bill in bills]
 
 
 def _plan(plan: TrainingPlan, price: float | None) -> Mapping[str, Any]:
@@ -104,30 +111,9 @@ def gpu_record(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def encoding_record(bills: Sequence[EncodingBill]) -> list[dict[str, Any]]:
-    """Return the ways to encode."""
-    return [vars(bill) | {"dollars": bill.dollars} for bill in bills]
-
-
-def encoding_table(bills: Sequence[EncodingBill]) -> list[str]:
-    """Return the ways to encode as lines of text."""
-    head, lines = encoding_rows(encoding_record(bills))
-    return [*aligned([head, *lines], at_left=(0,)), *ENCODING_NOTES]
-
-
-def remote_options(bills: Sequence[EncodingBill]) -> list[str]:
-    """Return the options of ``train`` for the encoders with the smallest bill, the first if none has one.
-
-    The trainers keep their own copy of the encoders in host memory: the plan has no room for it on the GPU.
-    """
-    beside = [bill for bill in bills if bill.num_encoders]
-    least = min(beside, key=lambda bill: bill.encoder_dollars or math.inf, default=None)
-    if least is None:
-        return []
-    return ["data.encoders=ray", f"data.num_encoders={least.num_encoders}", "module.offload_encoders=true"]
-
-
-def table(plans: Plans, command: str | None, images: float | None, price: float | None) -> list[str]:
+def table(
+    plans: Plans, command: str | None, images: float | None, price: float | None, bills: Sequence[EncodingBill]
+) -> list[str]:
     """Return the plans as lines of text.
 
     Args:
@@ -135,6 +121,7 @@ def table(plans: Plans, command: str | None, images: float | None, price: float 
         command: That trains by the fastest, if one fits.
         images: To train on.
         price: Dollars per hour and GPU.
+        bills: Of ways to encode.
     """
     columns: dict[str, Callable[[TrainingPlan], str]] = {
         "strategy": lambda plan: plan.candidate.name,
@@ -159,6 +146,9 @@ def table(plans: Plans, command: str | None, images: float | None, price: float 
         rows = [[f"  {each.candidate.name}", f"needs {each.lacks} more"] for each in plans.too_large]
         lines += ["", "do not fit, with the smallest batch:", *aligned(rows)]
     lines += [f"not considered: {reason}" for reason in plans.skip_reasons]
+    if bills:
+        head, rows = encoding_rows(_ways(bills))
+        lines += ["", *aligned([head, *rows], at_left=(0,)), *ENCODING_NOTES]
     return [*lines, "", f"GB are predicted from shapes; seconds are {plans.speeds.provenance}"]
 
 

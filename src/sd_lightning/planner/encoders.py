@@ -71,6 +71,18 @@ def encoding_bills(
     return bills
 
 
+def options_of(bills: Sequence[EncodingBill]) -> list[str]:
+    """Return the command line for the encoders with the smallest bill, the first if none has one.
+
+    The trainers keep their own copy of the encoders in host memory: the plan has no room for it on the GPU.
+    """
+    beside = [bill for bill in bills if bill.num_encoders]
+    least = min(beside, key=lambda bill: bill.encoder_dollars or math.inf, default=None)
+    if least is None:
+        return []
+    return ["data.encoders=ray", f"data.num_encoders={least.num_encoders}", "module.offload_encoders=true"]
+
+
 def check_encoders(model: LatentDiffusion, run: TrainingRun, encoders: Sequence[tuple[Device, Speeds]]) -> None:
     """Check that encoders fit into their GPUs.
 

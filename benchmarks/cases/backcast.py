@@ -77,20 +77,16 @@ def predicted(setup: Setup, what: str) -> float:
 
 
 def _encoders_per_trainer(setup: Setup, model: Any) -> float:
-    """Return how many A10G it takes beside each trainer, as `sd_lightning.plan` answers it."""
+    """Return how many A10G it takes beside each trainer, as `sd_lightning.plan` answers it, but not rounded up."""
+    from sd_lightning.models.encoder import images_per_call
     from sd_lightning.planner.calibration import hardware
-    from sd_lightning.planner.encoders import EncodingWork, encoding_bills
+    from sd_lightning.planner.search import Search
 
     trained = _planned(replace(setup, run={**setup.run, "encodes": False}))[1]
-    many = 10**4 * setup.gpus  # the number is rounded up
-    _, bill, _ = encoding_bills(
-        EncodingWork.alone(model, trained.run),
-        [hardware("a10g")],
-        num_trainers=many,
-        images_per_second=10**4 * trained.images_per_second,
-        on_the_fly=1.0,
-    )
-    return bill.num_encoders / many
+    search = Search(model, trained.run, trained.cluster, [])
+    count = images_per_call(setup.resolution, setup.resolution)
+    seconds = search.seconds_to_encode(hardware("a10g")[1], count)
+    return trained.images_per_second * seconds / setup.gpus
 
 
 def _planned(setup: Setup) -> tuple[Any, Any]:

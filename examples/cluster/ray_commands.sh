@@ -17,13 +17,14 @@ case $what in
     ;;
   encode) # once, before any training: decoded on CPUs, encoded on every GPU with the label
     python -m sd_lightning.precompute launcher=ray launcher.num_workers=16 'launcher.labels={role: encoder}' \
+      launcher.gpus_per_worker=1 launcher.start_seconds=1800 \
       "${model[@]}" "${images[@]}" store="$bucket/laion-512" "$@"
     ;;
   train) # encodes while it trains, on the other machines
     python -m sd_lightning.train launcher=ray launcher.num_workers=8 'launcher.labels={role: trainer}' \
-      launcher.start_seconds=1800 \
+      launcher.gpus_per_worker=1 launcher.start_seconds=1800 \
       "${model[@]}" "${images[@]}" strategy=fsdp \
-      data.encoders=ray data.num_encoders=16 'data.encoder_labels={role: encoder}' \
+      data.encoders=ray data.num_encoders=16 'data.encoder_labels={role: encoder}' 'data.encoder_resources={GPU: 1}' \
       output_dir=/shared/runs/sd21 resume=auto "$@"
     ;;
   *)

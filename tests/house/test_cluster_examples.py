@@ -126,7 +126,8 @@ def test_slurm_starts_the_doctor_then_one_task_per_gpu(
     doctor, train = (call["argv"] for call in stubs.calls())
     assert doctor == ["python", "-m", "sd_lightning.doctor", "output_dir=/shared/runs"]
     assert train == [
-        *("--kill-on-bad-exit=1", "python", "-m", "sd_lightning.train", *SD21, "data.store=/shared/photos-512"),
+        *("--kill-on-bad-exit=0", "--wait=60", "python", "-m", "sd_lightning.train", *SD21),
+        "data.store=/shared/photos-512",
         *("trainer.devices=8", "trainer.num_nodes=2", "output_dir=/shared/runs/sd21", "resume=auto", "seed=7"),
     ]
     check_composes(compose, after(train, "train"), processes=(8, 2))
@@ -311,7 +312,8 @@ def test_skypilot_starts_a_run_in_a_bucket(stubs: Stubs, compose: Compose) -> No
     recovery = task["resources"]["job_recovery"]
     assert recovery == {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
     assert re.findall(r"\.\[(\w+)\]", task["setup"]) == ["s3"] and "-c constraints.txt" in task["setup"]
-    stubs.add("python")
+    assert "--python 3.11" in task["setup"], "the package needs it"
+    stubs.add("python", folder=stubs.folder / ".venv" / "bin")
     gpus = task["resources"]["accelerators"].partition(":")[2]
     settings = {"SKYPILOT_NUM_GPUS_PER_NODE": gpus, "CODE_TRAIN": "75"} | task["envs"]
     assert stubs.run("bash", "-c", task["run"], **settings) == 75, "exit codes are kept"
@@ -333,7 +335,7 @@ def test_ray_accepts_the_cluster_and_its_labels_are_those_of_the_commands() -> N
     labels = {label for each in types.values() for label in each["labels"].values()}
     assert set(re.findall(r"role: (\w+)", commands)) <= labels
     assert f"num_workers={types['trainer']['resources']['GPU']} " in commands
-    assert f"num_encoders={types['encoder']['max_workers']} " in commands
+    assert f"num_encoders={types['encoder']['min_workers']} " in commands, "they are waited for ten minutes"
     assert re.findall(r"\[([\w,]+)\]'$", "\n".join(cluster["setup_commands"]), re.MULTILINE) == ["ray,s3"]
 
 
@@ -345,8 +347,10 @@ def test_ray_commands_compose(stubs: Stubs, compose: Compose, what: str, program
     assert call["env"] == {"RAY_ADDRESS": "auto"}
     cfg = compose(program, *after(call["argv"], program))
     assert cfg.launcher._target_ == "sd_lightning.remote.launchers.Ray" and cfg.launcher.labels.role
+    assert what == "check" or cfg.launcher.gpus_per_worker == 1, "also while the machines with GPUs are not there yet"
     if what == "train":
         assert (cfg.data.encoders, cfg.data.num_encoders, cfg.data.encoder_labels) == ("ray", 16, {"role": "encoder"})
+        assert cfg.data.encoder_resources == {"GPU": 1}
 
 
 def test_ray_commands_of_no_such_name(stubs: Stubs) -> None:

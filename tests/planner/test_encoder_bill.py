@@ -1,4 +1,4 @@
-"""Encoders on GPUs beside the trainers: their time, memory and traffic, how many it takes, and the bill."""
+"""Encoders on GPUs beside the trainers: their time and memory, how many it takes, and the bill."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,11 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.models.encoder import LatentEncoder
-from sd_lightning.models.families.base import flat_conditioning
-from sd_lightning.planner.devices import Device, load_device
-from sd_lightning.planner.encoders import EncodingBill, EncodingWork, check_encoders, encoding_bills
+from sd_lightning.planner.devices import Cluster, Device, load_device
+from sd_lightning.planner.encoders import EncodingBill, check_encoders, encoding_bills
+from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, Forecaster
+from sd_lightning.planner.passes import encoding_peak
 from sd_lightning.planner.roofline import Curve, Speeds
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.search import Search
+from sd_lightning.strategies.presets import candidates
 
 RUN = TrainingRun(1, 32, encoder_dtype=torch.bfloat16)
 
@@ -27,45 +30,43 @@ def hardware(name: str) -> tuple[Device, Speeds]:
     return load_device(name), Speeds.of(load_device(name))
 
 
-def billed(work: EncodingWork, *names: str, trained: float = 1000.0, count: int = 8) -> list[EncodingBill]:
-    encoders = [hardware(name) for name in names]
-    return encoding_bills(work, encoders, num_trainers=count, images_per_second=trained, on_the_fly=0.8 * trained)
+def search_of(model: LatentDiffusion, run: TrainingRun = RUN) -> Search:
+    """Eight T4 that train with DDP, and encode nothing."""
+    ddp = [each for each in candidates() if each.name == "ddp"]
+    return Search(model, replace(run, encodes=False), Cluster(load_device("t4"), 8), ddp, batch_size=256)
 
 
-class HundredPerSecond(EncodingWork):
-    """Encoders that are equally fast on every GPU."""
-
-    def seconds(self, speeds: Speeds) -> float:
-        return 0.01
+def billed(search: Search, *names: str, price: float | None = 2.0, loader: float | None = None) -> list[EncodingBill]:
+    (trained,) = search.plans().best
+    return encoding_bills(search, trained, [hardware(name) for name in names], price=price, loader=loader)
 
 
-def test_a_bill_by_hand(tiny: LatentDiffusion) -> None:
-    """Trainers: $ 2 an hour each. An A10G costs $ 1.006, and 1,000 images per second take 1.1 x 10 of them."""
-    own, beside, stored = billed(HundredPerSecond(tiny, RUN, 4), "a10g")
-    assert own.trainer_hours == pytest.approx(8 * 1e6 / 800 / 3600)  # 2.78
-    assert own.dollars(2.0, 1) == own.dollars(2.0, 30) == pytest.approx(2 * 2.7778, rel=1e-4)
-    assert (beside.num_encoders, beside.encoder_images_per_second) == (11, 100)
-    assert beside.trainer_hours == pytest.approx(8 * 1e6 / 1000 / 3600)  # 2.22
-    assert beside.encoder_hours == pytest.approx(11 * 1e6 / 1000 / 3600)  # 3.06
-    assert beside.dollars(2.0, 1) == beside.dollars(2.0, 3) == pytest.approx(4.4444 + 3.0556 * 1.006, rel=1e-4)
-    assert stored.num_encoders is None and stored.encoder_hours == pytest.approx(1e6 / 100 / 3600)  # 2.78
-    assert stored.dollars(2.0, 1) == pytest.approx(4.4444 + 2.7778 * 1.006, rel=1e-4)
-    assert stored.dollars(2.0, 3) == pytest.approx(4.4444 + 2.7778 * 1.006 / 3, rel=1e-4)
+def test_a_bill_by_hand(tiny: LatentDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders with a tenth of the trainers' speed, on A10G for $ 1.006 an hour, beside eight trainers for $ 2 each."""
+    search = search_of(tiny)
+    (trained,) = search.plans().best
+    rate = trained.images_per_second
+    monkeypatch.setattr(Search, "seconds_to_encode", lambda *_: 9.5 / rate)
+    own, beside = billed(search, "a10g")
+    assert own.images_per_second < beside.images_per_second == rate, "trainers that encode are slower"
+    assert (own.num_encoders, own.encoder_dollars) == (0, 0.0)
+    assert own.dollars == own.trainer_dollars == pytest.approx(8 * 2 * 1e6 / own.images_per_second / 3600)
+    assert (beside.num_encoders, beside.encoder_images_per_second) == (10, pytest.approx(rate / 9.5))
+    assert beside.trainer_dollars == pytest.approx(8 * 2 * 1e6 / rate / 3600)
+    assert beside.encoder_dollars == pytest.approx(10 * 1.006 * 1e6 / rate / 3600)
+    assert beside.dollars == pytest.approx((16 + 10.06) * 1e6 / rate / 3600)
+
+    own, beside = billed(search, "a10g", loader=rate / 40)
+    assert own.images_per_second == pytest.approx(8 * rate / 40), "each trainer waits for its reader"
+    assert beside.num_encoders == 40 and beside.images_per_second == rate, "and so does each encoder"
 
 
 def test_a_gpu_without_a_price_has_no_bill(tiny: LatentDiffusion) -> None:
-    own, beside, stored = billed(HundredPerSecond(tiny, RUN, 4), "rtx-4090")
-    assert beside.dollars(2.0, 1) is None and stored.dollars(2.0, 1) is None and own.dollars(2.0, 1) is not None
-    assert all(each.dollars(None, 1) is None for each in (own, *billed(HundredPerSecond(tiny, RUN, 4), "l4")))
-    assert beside.encoder_hours > 0, "its hours are known"
-
-
-def test_a_reader_that_is_slower_than_the_gpu_bounds_each_encoder(tiny: LatentDiffusion) -> None:
-    for loaded, count in ((None, 11), (1e6, 11), (25.0, 44)):
-        _, beside, stored = billed(HundredPerSecond(tiny, replace(RUN, loaded_per_second=loaded), 4), "l4")
-        assert beside.num_encoders == count and stored.encoder_hours == pytest.approx(
-            1e6 / min(loaded or 100, 100) / 3600
-        )
+    own, beside = billed(search_of(tiny), "rtx-4090")
+    assert beside.encoder_dollars is None and beside.dollars is None and beside.num_encoders > 0
+    assert own.dollars is not None and beside.trainer_dollars is not None
+    own, beside = billed(search_of(tiny), "l4", price=None)
+    assert own.dollars is None and beside.dollars is None and beside.encoder_dollars is not None
 
 
 def test_arithmetic_alone_takes_the_operations_that_torch_counts(tiny: LatentDiffusion) -> None:
@@ -78,45 +79,40 @@ def test_arithmetic_alone_takes_the_operations_that_torch_counts(tiny: LatentDif
         shapes.vae.encode(torch.zeros(3, 3, 32, 32, device="meta"))  # type: ignore[operator]
         shapes.family.embed(shapes.text_encoders, ids)
     rate = speeds.product_rate("convolution", "bfloat16").best
-    assert EncodingWork(tiny, RUN, 3).seconds(speeds) == pytest.approx(counter.get_total_flops() / 3 / rate, rel=1e-6)
-    only_images = replace(RUN, train_text_encoder=True)
-    assert EncodingWork(tiny, only_images, 3).seconds(speeds) < EncodingWork(tiny, RUN, 3).seconds(speeds)
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_what_is_sent_is_what_the_encoder_makes(tiny: LatentDiffusion, dtype: Any, size: int) -> None:
-    encoder = LatentEncoder(LatentDiffusion.build("tiny"), dtype=dtype).to(torch.device("cpu"))
-    moments = encoder.encode_moments(torch.zeros(1, 3, 32, 32))
-    embeddings = flat_conditioning(encoder.embed(tiny.tokenize(["seven"])))
-    run = replace(RUN, encoder_dtype=getattr(torch, dtype))
-    assert EncodingWork(tiny, run, 4).sent_bytes == size * (
-        moments.numel() + sum(each.numel() for each in embeddings.values())
-    )
-    trained = EncodingWork(tiny, replace(run, train_text_encoder=True), 4)
-    assert trained.sent_bytes == size * moments.numel(), "the trainer has the text encoder"
+    seconds = search_of(tiny).seconds_to_encode(speeds, 3)
+    assert seconds == pytest.approx(counter.get_total_flops() / 3 / rate, rel=1e-6)
+    assert search_of(tiny, replace(RUN, train_text_encoder=True)).seconds_to_encode(speeds, 3) < seconds
 
 
 def test_more_work_takes_more_encoders_and_a_faster_gpu_fewer(tiny: LatentDiffusion) -> None:
-    def count(name: str, *, resolution: int = 64, trained: float = 1e7) -> int:
-        _, beside, _ = billed(EncodingWork.alone(tiny, replace(RUN, resolution=resolution)), name, trained=trained)
-        return beside.num_encoders or 0
+    def seconds(name: str, resolution: int = 64) -> float:
+        return search_of(tiny, replace(RUN, resolution=resolution)).seconds_to_encode(hardware(name)[1], 256)
 
-    assert count("a10g", resolution=128) > count("a10g") > count("h100") > 1
-    assert count("a10g", trained=2e7) > count("a10g")
-    small, large = (EncodingWork.alone(tiny, replace(RUN, resolution=side)) for side in (64, 128))
-    assert large.sent_bytes > small.sent_bytes
+    assert seconds("a10g", 128) > seconds("a10g") > seconds("h100")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_encoders_are_counted_in_the_types_that_they_have(tiny: LatentDiffusion, dtype: Any) -> None:
+    """A VAE that overflows in float16, as the tiny one and SDXL's may, stays in float32."""
+    run = replace(RUN, resolution=512, encoder_dtype=getattr(torch, dtype))
+    encoder = LatentEncoder(LatentDiffusion.build("tiny"), dtype=dtype).to(torch.device("cpu"))
+    weights = sum(parameter.nbytes for network in encoder.networks for parameter in network.parameters())
+    activations = encoding_peak(tiny, run, 4)
+    assert Forecaster(tiny, run).encoder_memory == DEVICE_ALLOWANCE + weights + activations
+    float32 = encoding_peak(tiny, replace(run, encoder_dtype=torch.float32), 4)
+    assert activations == (float32 / 2 if dtype == "bfloat16" else float32)
 
 
 def test_encoders_that_do_not_fit_are_named(tiny: LatentDiffusion) -> None:
-    work = EncodingWork.alone(tiny, replace(RUN, resolution=512))
-    assert work.num_images == 4 and work.memory > EncodingWork(tiny, work.run, 1).memory
+    run = replace(RUN, resolution=512)
+    memory = Forecaster(tiny, run).encoder_memory
     device, speeds = hardware("t4")
-    fitting = replace(device, memory_gib=(work.memory + 2**20) / 0.97 / 2**30)
-    check_encoders(work, [(fitting, speeds)])
-    small = replace(device, name="Small", memory_gib=(work.memory - 2**20) / 0.97 / 2**30)
+    fitting = replace(device, memory_gib=(memory + 2**20) / 0.97 / 2**30)
+    check_encoders(tiny, run, [(fitting, speeds)])
+    small = replace(device, name="Small", memory_gib=(memory - 2**20) / 0.97 / 2**30)
     expected = (
         r"plan got encoders on Small, of whose memory \d\.\d GB can be used; encoding 4 image\(s\) of 512 pixels at a "
-        r"time takes \d\.\d GB; leave it out, or write module.encoder_dtype=bfloat16"
+        r"time takes \d\.\d GB; take a larger one"
     )
     with pytest.raises(UsageError, match=expected):
-        check_encoders(work, [(fitting, speeds), (small, speeds)])
+        check_encoders(tiny, run, [(fitting, speeds), (small, speeds)])

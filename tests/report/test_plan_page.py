@@ -91,12 +91,9 @@ def test_gpus_without_a_price_are_sorted_by_speed(tmp_path: Path, data: Any) -> 
 def test_ways_to_encode_are_a_table(make: Callable[..., str], tmp_path: Path) -> None:
     page = html.unescape(make(tmp_path / "plan.html", "gpu=t4", "strategy=ddp", "encoders=[l4,rtx-4090]"))
     table = page[page.index("Encoders on other GPUs, predicted") :]
-    assert re.findall(r"<tr><td>(.*?)</td>", table)[:5] == [
-        "in the trainers' steps",
-        *("beside them, on NVIDIA L4", "once on NVIDIA L4, stored"),
-        *("beside them, on NVIDIA GeForce RTX 4090", "once on NVIDIA GeForce RTX 4090, stored"),
-    ]
-    assert "cheapest: " in table and "Gb/s into the trainers" in table
+    names = ["the trainers, in their steps", "NVIDIA L4", "NVIDIA GeForce RTX 4090"]
+    assert re.findall(r"<tr><td>(.*?)</td>", table)[:3] == names
+    assert "a forecast, not measured on a GPU" in table
 
 
 def test_other_gpus_have_their_fastest_plans(data: Any) -> None:

@@ -17,29 +17,19 @@ from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
-from sd_lightning.apps.plan_output import (
-    advice,
-    calibration_table,
-    encoding_record,
-    encoding_table,
-    gpu_record,
-    record,
-    remote_options,
-    table,
-    timeline_record,
-)
+from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
 from sd_lightning.planner.calibration import file_of, hardware, hardware_here
 from sd_lightning.planner.devices import Cluster, Device, tables
-from sd_lightning.planner.encoders import EncodingBill, EncodingWork, check_encoders, encoding_bills
+from sd_lightning.planner.encoders import check_encoders, encoding_bills, options_of
 from sd_lightning.planner.footprint import Candidate
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Plans, Search, TrainingPlan
+from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
@@ -79,7 +69,7 @@ def run(cfg: DictConfig) -> int:
     check(spec)
     device, speeds = hardware_of(spec["gpu"])
     model = spec.model.describe()
-    elsewhere = [hardware(name, "encoders") for name in encoder_gpus(spec)]
+    encoders = [hardware(name, "encoders") for name in encoder_gpus(spec)]
     host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)
     search = Search(
         model,
@@ -91,8 +81,7 @@ def run(cfg: DictConfig) -> int:
         candidates=candidates() if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
         tf32=spec["speed.allow_tf32"],
     )
-    work = EncodingWork.alone(model, replace(search.run, loaded_per_second=spec["loader"]))
-    check_encoders(work, elsewhere)
+    check_encoders(model, search.run, encoders)
     plans = search.plans()
     if not plans.best and not plans.too_large:
         raise UsageError(f"plan: nothing can be predicted: {'; '.join(plans.skip_reasons)}")
@@ -100,18 +89,17 @@ def run(cfg: DictConfig) -> int:
     price, price_source = spec["price"], "given"
     if price is None and device.price_per_hour is not None:
         price, price_source = device.price_per_hour, device.price_source or "from the GPU's table"
-    bills = encoding_elsewhere(search, plans.best[0], work, elsewhere) if plans.best and elsewhere else []
-    options = [*plans.best[0].options(), *remote_options(bills, price)] if plans.best else []
-    command = train_command(spec, search.run, options) if options else None
+    command, bills = None, []
+    if plans.best:
+        if encoders:
+            bills = encoding_bills(search, plans.best[0], encoders, price=price, loader=spec["loader"])
+        command = train_command(spec, search.run, [*plans.best[0].options(), *options_of(bills)])
     count, host = search.cluster.count, search.cluster.host
     memory = f"{device.memory_gib:g} GiB, with {host / GB:.0f} GB of host memory each"
     print(f"{title}, on {count} x {device.name} ({memory})", end="\n\n")
-    print(*table(plans, command, spec["images"], price), sep="\n")
+    print(*table(plans, command, spec["images"], price, bills), sep="\n")
     if price is not None:
         print(f"dollars: {price:g} per hour and GPU, {price_source}")
-    encoding = encoding_record(bills, work, price) if bills else None
-    if encoding is not None:
-        print("", *encoding_table(encoding), sep="\n")
     if count > 1:
         print(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     if not plans.best:
@@ -120,12 +108,11 @@ def run(cfg: DictConfig) -> int:
     print(*hints, sep="\n")
     if spec["output"] is not None:
         settings = f"given: {' '.join(sys.argv[1:])}; the others by default"
-        data = record(plans, title=title, settings=settings, price=price) | {
+        data = record(plans, title=title, settings=settings, price=price, bills=bills) | {
             "command": command,
             "hints": hints,
             "images": spec["images"],
             "price_source": None if price is None else price_source,
-            "encoders": encoding,
             "timeline": timeline_record(search.timeline(plans.best[0])) if plans.best else None,
             "gpus": list(map(gpu_record, on_other_gpus(search, plans))) if spec["compare"] else [],
         }
@@ -202,7 +189,7 @@ def check(spec: RunSpec) -> None:
             f"plan got data.resolution={resolution}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. 512"
         )
     if spec["encoders"] == []:
-        raise UsageError("plan got encoders=[]; expected GPUs beside the trainers, e.g. encoders=[a10g,l4]; or all")
+        raise UsageError("plan got encoders=[]; expected GPUs beside the trainers, e.g. 'encoders=[a10g,l4]'; or all")
     if spec["output"] is not None and not spec["output"].endswith((".html", ".json")):
         raise UsageError(
             f"plan got output={spec['output']}; expected a file that ends with .html or .json; write output=plan.html"
@@ -259,20 +246,6 @@ def encoder_gpus(spec: RunSpec) -> list[str]:
     """Return the GPUs on which encoders run beside the trainers; none if the trainers encode, or a store is read."""
     encoders = spec["encoders"]
     return list(dict.fromkeys(encoders)) if isinstance(encoders, list) else []
-
-
-def encoding_elsewhere(
-    search: Search, plan: TrainingPlan, work: EncodingWork, encoders: Sequence[tuple[Device, Speeds]]
-) -> list[EncodingBill]:
-    """Return what encoding on other GPUs takes, beside trainers that encode themselves, if that fits."""
-    on_the_fly = replace(search, run=replace(work.run, encodes=True)).plans().best
-    return encoding_bills(
-        work,
-        encoders,
-        num_trainers=search.cluster.count,
-        images_per_second=plan.images_per_second,
-        on_the_fly=on_the_fly[0].images_per_second if on_the_fly else None,
-    )
 
 
 def title_of(spec: RunSpec, training: TrainingRun) -> str:

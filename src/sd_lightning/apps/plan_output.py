@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sd_lightning._console import aligned
 from sd_lightning.planner.calibration import Calibration
 from sd_lightning.planner.devices import table_of
-from sd_lightning.planner.encoders import HEADROOM, STORED_BYTES, EncodingBill, EncodingWork
+from sd_lightning.planner.encoders import EncodingBill
 from sd_lightning.planner.forecast import GB, Timeline
 from sd_lightning.planner.roofline import COLLECTIVES, Speeds
 from sd_lightning.planner.search import Plans, TrainingPlan
-from sd_lightning.report.plan import encoding_notes, encoding_rows
+from sd_lightning.report.plan import ENCODING_NOTES, encoding_rows
 
-_EPOCHS = (1, 3, 10, 30)
-"""Numbers of epochs for which ways to encode are compared."""
 _POINTS = 400
 """Operations of a step that are kept; of several the one with the most memory."""
 
 
-def record(plans: Plans, *, title: str, settings: str, price: float | None = None) -> dict[str, Any]:
+def record(
+    plans: Plans, *, title: str, settings: str, price: float | None = None, bills: Sequence[EncodingBill] = ()
+) -> dict[str, Any]:
     """Return the plans.
 
     Args:
@@ -29,6 +28,7 @@ def record(plans: Plans, *, title: str, settings: str, price: float | None = Non
         title: What is trained.
         settings: Where its settings are from.
         price: Dollars per hour and GPU.
+        bills: Of ways to encode.
     """
     cluster = plans.cluster
     return {
@@ -54,7 +54,12 @@ def record(plans: Plans, *, title: str, settings: str, price: float | None = Non
             }
             for each in plans.considered
         ],
+        "encoders": _ways(bills),
     }
+
+
+def _ways(bills: Sequence[EncodingBill]) -> list[dict[str, Any]]:
+    return [vars(bill) | {"dollars": bill.dollars} for bill in bills]
 
 
 def _plan(plan: TrainingPlan, price: float | None) -> Mapping[str, Any]:
@@ -106,41 +111,9 @@ def gpu_record(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def encoding_record(bills: Sequence[EncodingBill], work: EncodingWork, price: float | None) -> dict[str, Any]:
-    """Return the ways to encode, with what passes between encoders and trainers, and the size of a store."""
-    return {
-        "bytes_per_image": work.sent_bytes,
-        "gigabits_per_second": 8 * work.sent_bytes * bills[-1].images_per_second / GB,
-        "store_gb_per_million": 1e6 * STORED_BYTES * work.numel / GB,
-        "headroom": HEADROOM,
-        "ways": [
-            vars(each)
-            | {"encoder": each.encoder and each.encoder.name}
-            | {"dollars": {str(epochs): each.dollars(price, epochs) for epochs in _EPOCHS}}
-            for each in bills
-        ],
-    }
-
-
-def encoding_table(encoding: Mapping[str, Any]) -> list[str]:
-    """Return a record of :func:`encoding_record` as lines of text."""
-    head, lines = encoding_rows(encoding)
-    return [*aligned([head, *lines], at_left=(0,)), *encoding_notes(encoding)]
-
-
-def remote_options(bills: Sequence[EncodingBill], price: float | None) -> list[str]:
-    """Return the options of ``train`` for the encoders with the smallest bill, the first if none has one.
-
-    The trainers keep their own copy of the encoders in host memory: the plan has no room for it on the GPU.
-    """
-    beside = [each for each in bills if each.num_encoders]
-    least = min(beside, key=lambda each: each.dollars(price, 1) or math.inf, default=None)
-    if least is None:
-        return []
-    return ["data.encoders=ray", f"data.num_encoders={least.num_encoders}", "module.offload_encoders=true"]
-
-
-def table(plans: Plans, command: str | None, images: float | None, price: float | None) -> list[str]:
+def table(
+    plans: Plans, command: str | None, images: float | None, price: float | None, bills: Sequence[EncodingBill]
+) -> list[str]:
     """Return the plans as lines of text.
 
     Args:
@@ -148,6 +121,7 @@ def table(plans: Plans, command: str | None, images: float | None, price: float 
         command: That trains by the fastest, if one fits.
         images: To train on.
         price: Dollars per hour and GPU.
+        bills: Of ways to encode.
     """
     columns: dict[str, Callable[[TrainingPlan], str]] = {
         "strategy": lambda plan: plan.candidate.name,
@@ -172,6 +146,9 @@ def table(plans: Plans, command: str | None, images: float | None, price: float 
         rows = [[f"  {each.candidate.name}", f"needs {each.lacks} more"] for each in plans.too_large]
         lines += ["", "do not fit, with the smallest batch:", *aligned(rows)]
     lines += [f"not considered: {reason}" for reason in plans.skip_reasons]
+    if bills:
+        head, rows = encoding_rows(_ways(bills))
+        lines += ["", *aligned([head, *rows], at_left=(0,)), *ENCODING_NOTES]
     return [*lines, "", f"GB are predicted from shapes; seconds are {plans.speeds.provenance}"]
 
 

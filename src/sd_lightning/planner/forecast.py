@@ -289,7 +289,16 @@ class Forecaster:
 
     @cached_property
     def _encoder_bytes(self) -> int:
-        return self.run.encoder_dtype.itemsize * sum(self._numel[name] for name in self._frozen)
+        dtypes = dict.fromkeys(self._frozen, self.run.encoder_dtype)
+        if isinstance(self._given, LatentDiffusion):  # in float32 if it overflows
+            dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, self.run.encoder_dtype)
+        return sum(dtype.itemsize * self._numel[name] for name, dtype in dtypes.items())
+
+    @property
+    def encoder_memory(self) -> int:
+        """Bytes on the GPU of a process that only encodes, as many images at a time as ``LatentEncoder`` takes."""
+        count = images_per_call(self.run.resolution, self.run.resolution)
+        return DEVICE_ALLOWANCE + self._encoder_bytes + encoding_peak(self.model, self.run, count)
 
     def _encoding(self, batch_size: int) -> int:
         """Return the bytes of activations while a batch is encoded."""

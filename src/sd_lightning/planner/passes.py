@@ -125,7 +125,7 @@ def drawing_peak(
 
 def encoding_peak(model: LatentDiffusion, run: TrainingRun, count: int) -> int:
     """Return the bytes of activations while images are encoded, ``count`` at a time."""
-    pixels = count * 3 * run.resolution**2 * run.encoder_dtype.itemsize
+    pixels = count * 3 * run.resolution**2 * model.family.vae_dtype(model.vae, run.encoder_dtype).itemsize
     return _images_encoded(model, run, count).peak() + rounded(pixels)
 
 
@@ -152,7 +152,7 @@ def encoding_traces(model: LatentDiffusion, run: TrainingRun, count: int) -> lis
 
 
 def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Trace:
-    size, dtype = run.resolution, run.encoder_dtype
+    size, dtype = run.resolution, model.family.vae_dtype(model.vae, run.encoder_dtype)
     vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
     pixels = torch.empty(count, 3, size, size, dtype=dtype, device="meta")
 

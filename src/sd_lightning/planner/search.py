@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
+
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.checkpointing import Simulated, Simulation
 from sd_lightning.planner.devices import Cluster, Device
-from sd_lightning.planner.encoders import EncodingWork
 from sd_lightning.planner.footprint import Candidate, Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster, Timeline
+from sd_lightning.planner.passes import encoding_traces
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
@@ -303,8 +305,14 @@ class Search:
 
     @cached_property
     def _encoding_per_sample(self) -> float:
-        """Seconds to encode an image and its caption."""
-        return EncodingWork(self._forecaster(self._choices[0]).model, self.run, 4).seconds(self._speeds)
+        return self.seconds_to_encode(self._speeds)
+
+    def seconds_to_encode(self, speeds: Speeds, count: int = 4) -> float:
+        """Return the seconds for an image and its caption, ``count`` of them at a time; they grow with their number."""
+        if self.run.encoder_dtype != torch.float32:  # as `models.tf32.products_of` decides
+            speeds = speeds.with_tf32()
+        traces = encoding_traces(self._forecaster(self._choices[0]).model, self.run, count)
+        return sum(float(speeds.seconds(trace, 0).sum()) for trace in traces) / count
 
     def _fastest(self, plans: Sequence[TrainingPlan]) -> TrainingPlan:
         """Return the fastest plan; if the batch is free, the smallest batch that is equally fast."""

@@ -52,6 +52,14 @@ _FAMILIES = (("single", "ddp"), ("gemini",), ("fsdp",), ("deepspeed", "colossala
 _OTHERS = ("others",)
 """Strategies of users' own, in the colour after those of the families."""
 
+ENCODING_NOTES = (
+    "dollars: for a million images that pass through training; price= sets the trainers' per GPU and hour, "
+    "price_per_hour in a GPU's table the encoders'",
+    "a forecast, not measured on a GPU: most published times are met within 35 % (docs/planner.md); a run tells which "
+    "side waits",
+)
+"""Below the table of the ways to encode."""
+
 Data = Mapping[str, Any]
 """What ``plan.json`` holds; ``sd_lightning.apps.plan_output`` makes it."""
 
@@ -68,9 +76,9 @@ def write_plan_page(path: Path, data: Data) -> Path:
     if plans:
         body.append(section("Time, predicted", charts(_time_card(data), _frontier_card(data["considered"]))))
     body.append(section("All strategies, predicted", _table(data)))
-    if encoding := data["encoders"]:
-        notes = "".join(f'<p class="note">{html.escape(line)}</p>' for line in encoding_notes(encoding))
-        body.append(section("Encoders on other GPUs, predicted", rows(*encoding_rows(encoding)) + notes))
+    if ways := data["encoders"]:
+        notes = "".join(f'<p class="note">{line}</p>' for line in ENCODING_NOTES)
+        body.append(section("Encoders on other GPUs, predicted", rows(*encoding_rows(ways)) + notes))
     if gpus:
         body.append(section("Other GPUs, predicted", _gpu_table(gpus)))
     body.append(section("Where the numbers are from", _provenance(data)))
@@ -93,41 +101,16 @@ def plan_section(data: Data, measured: Mapping[str, Any] | None) -> str:
     return section("Plan", table + charts(_memory_card(shown), _time_card(shown)))
 
 
-def encoding_rows(encoding: Data) -> tuple[list[str], list[list[str]]]:
+def encoding_rows(ways: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
     """Return head and lines of a table of the ways to encode."""
-    head = ["encoding", "img/s", "encoders", "img/s each", "trainers' GPU-hours", "encoders'"]
-    head += [f"$, {epochs} epoch{'s' * (epochs != '1')}" for epochs in encoding["ways"][0]["dollars"]]
+    head = ["encoded by", "GPUs", "img/s each", "img/s trained", "$ trainers", "$ encoders", "$/million"]
     lines = []
-    for way in encoding["ways"]:
-        count, each = way["num_encoders"], way["encoder_images_per_second"]
-        cells = [number(way["images_per_second"]), str(count or "–"), number(each) if each else "–"]
-        cells += [f"{way[key]:.3g}" for key in ("trainer_hours", "encoder_hours")]
-        lines.append(
-            [way["way"], *cells, *("–" if cost is None else f"{cost:,.2f}" for cost in way["dollars"].values())]
-        )
+    for way in ways:
+        each, count = way["encoder_images_per_second"], way["num_encoders"]
+        cells = [way["encoders"], str(count or "–"), number(each) if each else "–", number(way["images_per_second"])]
+        dollars = (way[key] for key in ("trainer_dollars", "encoder_dollars", "dollars"))
+        lines.append([*cells, *("–" if cost is None else f"{cost:,.2f}" for cost in dollars)])
     return head, lines
-
-
-def encoding_notes(encoding: Data) -> list[str]:
-    """Return what the table of the ways to encode says, and what its numbers are."""
-    ways = [way for way in encoding["ways"] if None not in way["dollars"].values()]
-    cheapest: dict[str, list[str]] = {}
-    for epochs in ways[0]["dollars"] if ways else ():
-        cheapest.setdefault(min(ways, key=lambda way: way["dollars"][epochs])["way"], []).append(epochs)
-    bills = [f"{way} ({', '.join(epochs)} epochs)" for way, epochs in cheapest.items()] or ["not known"]
-    if len(ways) < len(encoding["ways"]):
-        bills.append(
-            "no dollars where a GPU has no price: price= sets the trainers', price_per_hour in a table the rest"
-        )
-    sent, rate = encoding["bytes_per_image"], encoding["gigabits_per_second"]
-    return [
-        f"cheapest: {'; '.join(bills)}",
-        "GPU-hours and dollars of a million images that pass through training; a store is made once for all epochs: "
-        f"{encoding['store_gb_per_million']:,.0f} GB per million images with text=true, whose storage is not in them",
-        f"network: {sent:,} bytes per image from the encoders, {rate:.2g} Gb/s into the trainers",
-        f"encoders for {encoding['headroom']:g} x the trainers' speed; a forecast, not measured on a GPU: most "
-        "published times are met within 35 % (docs/planner.md), and a run tells which side waits",
-    ]
 
 
 def _tiles(data: Data) -> str:

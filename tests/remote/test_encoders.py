@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray as ray_module
 import torch
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
 
 import small_training as small
 from encoder_jobs import Call, Waiting, digits, fit, waiting_loader
 from ranks import run_jobs_of_all
+from ray_training import Training, weights
 from sd_lightning import SDDataModule, train
 from sd_lightning._errors import UsageError
 from sd_lightning.data.builders import digits_data
@@ -24,14 +28,14 @@ from sd_lightning.data.sources.digits import Digits
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.remote import encoders
-from sd_lightning.remote.encoder_pool import packed, unpacked
+from sd_lightning.remote.encoder_pool import packed
 from sd_lightning.remote.encoders import RayEncoders, resize
 from square_data import Squares
 
 
 def processes(ray: Any, loaders: RayEncoders) -> dict[int, int]:
     """Return the process of every encoder, by its number."""
-    members = ray.get(loaders._pool.members.remote())
+    members = ray.get(loaders._pool.__ray_call__.remote(lambda pool: pool._encoders))
     return {number: ray.get(each.__ray_call__.remote(lambda _: os.getpid())) for number, each in members.items()}
 
 
@@ -39,23 +43,39 @@ def kill(ray: Any, loaders: RayEncoders, place: int) -> None:
     os.kill([*processes(ray, loaders).values()][place], signal.SIGKILL)
 
 
+def named(ray: Any, run: Path) -> list[str]:
+    """Return the names of a run's pools of encoders."""
+    return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == str(run)]
+
+
 def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_line(ray: Any, tmp_path: Path) -> None:
     near, loaders = fit(None, 7), RayEncoders(1, run=tmp_path)
-    far = fit(loaders, 7, Call({2: partial(kill, ray, loaders, 0)}))
+    pools: list[str] = []
+    during = {1: lambda: pools.extend(named(ray, tmp_path)), 2: partial(kill, ray, loaders, 0)}
+    far = fit(loaders, 7, Call(during))
+    assert len(pools) == 1
+    assert named(ray, tmp_path) == [], "the encoders have ended with the fit"
     assert far == near
     assert far["held out"].keys() == {"val/loss", "val/caption_gap"}, "validation is encoded there, too"
     waits = loaders.waits()
     assert waits is not None
     assert waits["num_encoders"] == 1
     assert 0 < waits["waited_for_encoders"] + waits["waited_for_network"] <= 1
-    broken = waiting_loader(loaders, Waiting(error="no such kernel"), 3)
-    message = r"data.encoders=ray: encoder 0 failed: RuntimeError: no such kernel; mend that"
+    encoder = Waiting(error="no such kernel")
+    short = waiting_loader(loaders, encoder, 1)
+    assert len([*short]) == 1
+    assert loaders.waits() is None, "the first batch waits for the start"
+    assert len([*short]) == 1
+    assert loaders.waits() is not None, "epochs of one batch count"
+    broken = iter(waiting_loader(loaders, encoder, 3))
+    next(broken)
+    message = r"data.encoders=ray: encoder 0 on [\d.]+ failed: RuntimeError: no such kernel; mend that"
     with pytest.raises(UsageError, match=message) as raised:
-        next(iter(broken))
+        next(broken)
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match=r"asks for 99 CPU; the Ray cluster has 8 .*smaller data.num_encoders"):
         resize(tmp_path, 99)
-    ray.kill(loaders._pool)
+    loaders.close()
     with pytest.raises(UsageError, match=r"resize got run=.*no run in that folder has encoders"):
         resize(tmp_path, 2)
 
@@ -66,12 +86,16 @@ def test_losses_do_not_depend_on_the_number_of_encoders_nor_on_deaths_nor_on_res
     assert fit(loaders) == near
     deaths = {3: partial(kill, ray, loaders, 0), 4: partial(kill, ray, loaders, 2)}
     assert fit(loaders, 12, Call(dict(deaths))) == near
-    first = set(processes(ray, loaders))
-    changes = {2: partial(resize, tmp_path, 1), 6: partial(resize, tmp_path, 2)}
+    seen: list[set[int]] = []
+
+    def look() -> None:
+        seen.append(set(processes(ray, loaders)))
+
+    changes = {1: look, 2: partial(resize, tmp_path, 1), 6: partial(resize, tmp_path, 2), 30: look}
     assert fit(loaders, 30, Call(changes)) == fit(None, 30)
-    assert len(first) == 3
-    assert len(processes(ray, loaders)) == 2
-    assert len(first & set(processes(ray, loaders))) == 1, "the two others were ended"
+    first, last = seen
+    assert (len(first), len(last)) == (3, 2)
+    assert len(first & last) == 1, "the two others were ended"
     assert fit(loaders, 7, dtype="float32", texts=True) == fit(None, 7, dtype="float32", texts=True)
 
     def trained(name: str, steps: int, resume: Path | None, loaders: RayEncoders | None) -> Path:
@@ -120,7 +144,7 @@ def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
         code, out = call_main(train, *run, *far, "output_dir=far")
     assert code == 0, out
     assert f"encoders on the Ray cluster at {ray_address}: 2 on" in caplog.text
-    line = r"encoders +trainer waited \d+ % for encoders, \d+ % for the network \(.* MB/s\); 2 encoder\(s\) busy \d+ %"
+    line = r"encoders +trainer waited \d+ % for encoders, \d+ % for the network; 2 encoder\(s\) busy \d+ %"
     assert re.search(line, out)
     assert "2 encoder(s) busy" in Path("far/report.html").read_text()
 
@@ -137,10 +161,56 @@ def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
 @pytest.mark.slow
 def test_an_encoder_that_keeps_dying_is_named(ray: Any, tmp_path: Path) -> None:
     loaders = RayEncoders(1, run=tmp_path)
-    message = r"encoder 0 on [\d.]+ was restarted 3 times without a batch between; its last process: .*exit"
+    message = r"encoder 0 on [\d.]+ has died 3 times without a batch between; the last error: .*; write a smaller"
     with pytest.raises(UsageError, match=message) as raised:
-        next(iter(waiting_loader(loaders, Waiting(error="die"), 3)))
+        list(waiting_loader(loaders, Waiting(error="die"), 3))
     assert "\n" not in str(raised.value)
+    loaders.close()
+
+
+@pytest.mark.slow
+def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cluster.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        loaders = RayEncoders(2, run=tmp_path)
+        loader = waiting_loader(loaders, Waiting(0.2), 40)
+        kept = []
+        for number, batch in enumerate(loader):
+            kept.append(int(batch["epoch"][0]))
+            if number == 5:
+                cluster.remove_node(nodes[0], allow_graceful=False)
+        assert kept == [*range(40)]
+        assert loader.waits["number"] == 1
+        with pytest.raises(UsageError, match=r"asks for 2 CPU; the Ray cluster has 1"):
+            resize(tmp_path, 2)
+        resize(tmp_path, 1)
+        assert len([*loader]) == 40, "the encoder without a machine was ended, not the other"
+    finally:
+        loaders.close()
+        ray_module.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_workers_on_ray_share_encoders_on_ray(ray_address: str, tmp_path: Path) -> None:
+    two, far = ("strategy=ddp", "launcher.num_workers=2"), ("data.encoders=ray", "data.num_encoders=2")
+    runs = [
+        Training(ray_address, tmp_path / "far", *two, *far),
+        Training(None, tmp_path / "near", "strategy=ddp", "trainer.devices=2"),
+    ]
+    try:
+        for each in runs:
+            assert each.wait() == 0, each.output()
+    finally:
+        for each in runs:
+            each.end()
+    assert weights(tmp_path / "far") == weights(tmp_path / "near")
+    assert re.search(r"encoders +trainer waited .* 2 encoder\(s\) busy", runs[0].output()), runs[0].output()
 
 
 @pytest.mark.slow
@@ -150,7 +220,6 @@ def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None
     for number, step in ((1, 0.1), (3, 0.02), (3, 0.2)):
         loader = waiting_loader(loaders, encoder, 70)
         resize(tmp_path, number)
-        loaders._waits.clear()
         arrivals = []
         for _ in loader:
             arrivals.append(time.perf_counter())
@@ -188,12 +257,11 @@ def test_numbers_travel_in_the_type_of_the_encoder_and_lose_no_bit(dtype: Any, u
     }
     sent = packed(encoder.portable(), batch)
     of_vae = "float32" if upcast else dtype
-    assert str(sent["latent_moments"][1]) == f"torch.{of_vae}"
-    assert {str(each[1]) for each in sent["text_embeddings"].values()} == {f"torch.{dtype}"}
+    assert str(sent["latent_moments"].dtype) == f"torch.{of_vae}"
+    assert {str(each.dtype) for each in sent["text_embeddings"].values()} == {f"torch.{dtype}"}
     assert "pixel_values" not in sent
     assert "input_ids" not in sent
-    arrived, num_bytes = unpacked(sent, pin=False)
-    assert num_bytes == sum(each[0].nbytes for value in sent.values() for each in _arrays(value))
+    arrived = cloudpickle.loads(cloudpickle.dumps(sent))
     assert (arrived["captions"], arrived["bad"]) == (["a", "b"], [(3, "torn")])
     near, far = encoder(batch, seed=5), encoder(arrived, seed=5)  # type: ignore[arg-type]
     assert near["latents"].stride() == far["latents"].stride(), "convolutions compute by the layout"
@@ -201,12 +269,6 @@ def test_numbers_travel_in_the_type_of_the_encoder_and_lose_no_bit(dtype: Any, u
     for name in ("conditioning", "wrong_conditioning"):
         for key, value in near[name].items():  # type: ignore[literal-required]
             assert torch.equal(value, far[name][key])  # type: ignore[literal-required]
-
-
-def _arrays(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [array for each in value.values() for array in _arrays(each)]
-    return [value] if isinstance(value, tuple) else []
 
 
 def test_a_store_has_no_such_setting(call_main: Callable[..., tuple[int, str]]) -> None:
@@ -235,23 +297,13 @@ def test_what_contradicts_encoders_elsewhere_is_refused() -> None:
             build()  # type: ignore[no-untyped-call]
 
 
-def test_labels_that_no_machine_has_and_a_name_in_use_are_refused(
-    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_that_no_machine_has_are_refused(ray: Any) -> None:
     with pytest.raises(UsageError, match=r"encoder_labels={'gpu': 'A10G'}: no machine of the Ray cluster has these"):
         RayEncoders(labels={"gpu": "A10G"}).connect()
     with pytest.raises(UsageError, match=r"data.num_encoders=0: expected 1 or more"):
         RayEncoders(0).connect()
     with pytest.raises(UsageError, match=r"asks for 1 GPU; the Ray cluster has 0"):
         RayEncoders(resources={"GPU": 1}).connect()
-    monkeypatch.setattr(encoders, "_TAKEN_SECONDS", 1)
-    first = RayEncoders(run=tmp_path)
-    first.connect()
-    first._pool = first._start()
-    second = RayEncoders(run=tmp_path)
-    second.connect()
-    with pytest.raises(UsageError, match=f"another run in {tmp_path} has encoders on this Ray cluster"):
-        second._start()
 
 
 def test_encoders_without_a_place_end_the_run_after_a_while(
@@ -266,7 +318,7 @@ def test_encoders_without_a_place_end_the_run_after_a_while(
     others = ray.remote(num_cpus=0, resources={"encoder": 8})(Trainer).remote()
     assert ray.get(others.here.remote())
     loaders = RayEncoders(resources={"CPU": 0, "encoder": 1}, run=tmp_path)
-    loaders.connect()
-    with pytest.raises(UsageError, match=r"after 1 s there is not a place for all .*smaller data.num_encoders"):
-        loaders._start()
+    with pytest.raises(UsageError, match=r"0 of 1 encoder\(s\) have got a place .* in 1 s.*smaller data.num"):
+        waiting_loader(loaders, Waiting(), 1)
+    loaders.close()
     ray.kill(others)

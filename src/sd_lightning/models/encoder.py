@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,15 +45,6 @@ def _pin_(network: nn.Module, device: torch.device) -> None:
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         for tensor, memory in zip(alike, host_memory([tensor.shape for tensor in alike], device, dtype)):
             tensor.data = memory.copy_(tensor.data)
-
-
-def _in_host_memory(network: nn.Module) -> nn.Module:
-    """Return a copy with its tensors in host memory; those that are there already are shared."""
-    copies = {
-        id(t): nn.Parameter(t.detach().cpu(), False) if isinstance(t, nn.Parameter) else t.cpu()
-        for t in _tensors(network)
-    }
-    return copy.deepcopy(network, copies)
 
 
 class LatentEncoder:
@@ -112,9 +102,9 @@ class LatentEncoder:
         return self
 
     def portable(self) -> LatentEncoder:
-        """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
+        """Return an encoder that has nothing but the frozen networks, which it shares with this one."""
         frozen = {id(network) for network in self.networks}
-        networks = {name: _in_host_memory(each) for name, each in self._model.networks.items() if id(each) in frozen}
+        networks = {name: each for name, each in self._model.networks.items() if id(each) in frozen}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,
@@ -226,9 +216,9 @@ class LatentEncoder:
         batch = self.encode(batch)
         moments = batch.pop("latent_moments", None)
         if moments is not None:
-            batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
+            batch["latents"] = self.latents(moments.float(), seed=seed, epoch=batch["epoch"], index=batch["index"])
         for name in () if self.train_text_encoder else ("", "wrong_"):
             embeddings = batch.pop(f"{name}text_embeddings", None)  # type: ignore[misc]
             if embeddings is not None:
-                batch[f"{name}conditioning"] = self._conditioning(embeddings, batch)  # type: ignore[literal-required]
+                batch[f"{name}conditioning"] = self._conditioning(map_conditioning(embeddings, Tensor.float), batch)  # type: ignore[literal-required]
         return batch

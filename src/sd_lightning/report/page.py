@@ -98,7 +98,7 @@ def waits_of_encoders(summary: Mapping[str, Any]) -> str | None:
     waits = summary.get("encoders")
     return waits and (
         f"trainer waited {100 * waits['waited_for_encoders']:.0f} % for encoders, "
-        f"{100 * waits['waited_for_network']:.0f} % for the network ({waits['bytes_per_second'] / 1e6:.3g} MB/s); "
+        f"{100 * waits['waited_for_network']:.0f} % for the network; "
         f"{waits['num_encoders']} encoder(s) busy {100 * waits['encoders_busy']:.0f} %"
     )
 

@@ -59,8 +59,7 @@ def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_lin
     assert far["held out"].keys() == {"val/loss", "val/caption_gap"}, "validation is encoded there, too"
     waits = loaders.waits()
     assert waits is not None
-    assert waits["num_encoders"] == 1
-    assert 0 < waits["waited_for_encoders"] + waits["waited_for_network"] <= 1
+    assert re.fullmatch(r"trainer waited \d+% for encoders, \d+% for the network; encoders busy \d+%", waits)
     encoder = Waiting(error="no such kernel")
     short = waiting_loader(loaders, encoder, 1)
     assert len([*short]) == 1
@@ -69,7 +68,7 @@ def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_lin
     assert loaders.waits() is not None, "epochs of one batch count"
     broken = iter(waiting_loader(loaders, encoder, 3))
     next(broken)
-    message = r"data.encoders=ray: encoder 0 on [\d.]+ failed: RuntimeError: no such kernel; mend that"
+    message = r"data.encoders=ray: encoder 0 on [\d.]+ failed: RuntimeError: no such kernel; see Ray's log"
     with pytest.raises(UsageError, match=message) as raised:
         next(broken)
     assert "\n" not in str(raised.value)
@@ -117,8 +116,8 @@ def test_two_ranks_share_the_encoders(ray_address: str, tmp_path: Path) -> None:
     }
     ranks = run_jobs_of_all("encoder_jobs", jobs, tmp_path, world_size=2, timeout=300)
     for each in ranks:
-        assert each["far"].pop("num_encoders") == 2
-        each["near"].pop("num_encoders")
+        assert "trainer waited" in each["far"].pop("waits")
+        each["near"].pop("waits")
         assert each["far"] == each["near"]
 
 
@@ -143,10 +142,10 @@ def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
     with caplog.at_level("INFO"):
         code, out = call_main(train, *run, *far, "output_dir=far")
     assert code == 0, out
-    assert f"encoders on the Ray cluster at {ray_address}: 2 on" in caplog.text
-    line = r"encoders +trainer waited \d+ % for encoders, \d+ % for the network; 2 encoder\(s\) busy \d+ %"
+    assert re.search(rf"encoders on the Ray cluster at {ray_address}: ([\d.]+), \1", caplog.text)
+    line = r"encoders +trainer waited \d+% for encoders, \d+% for the network; encoders busy \d+%"
     assert re.search(line, out)
-    assert "2 encoder(s) busy" in Path("far/report.html").read_text()
+    assert "encoders busy" in Path("far/report.html").read_text()
 
     def losses(folder: str) -> list[str]:
         (file,) = Path(folder).rglob("metrics.csv")
@@ -161,7 +160,7 @@ def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
 @pytest.mark.slow
 def test_an_encoder_that_keeps_dying_is_named(ray: Any, tmp_path: Path) -> None:
     loaders = RayEncoders(1, run=tmp_path)
-    message = r"encoder 0 on [\d.]+ has died 3 times without a batch between; the last error: .*; write a smaller"
+    message = r"encoder 0 on [\d.]+, 3 times without a batch between, failed: .*unavailable.*; see Ray's log of it"
     with pytest.raises(UsageError, match=message) as raised:
         list(waiting_loader(loaders, Waiting(error="die"), 3))
     assert "\n" not in str(raised.value)
@@ -185,9 +184,7 @@ def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
             if number == 5:
                 cluster.remove_node(nodes[0], allow_graceful=False)
         assert kept == [*range(40)]
-        assert loader.waits["number"] == 1
-        with pytest.raises(UsageError, match=r"asks for 2 CPU; the Ray cluster has 1"):
-            resize(tmp_path, 2)
+        assert loader.num_encoders == 1
         resize(tmp_path, 1)
         assert len([*loader]) == 40, "the encoder without a machine was ended, not the other"
     finally:
@@ -210,7 +207,7 @@ def test_workers_on_ray_share_encoders_on_ray(ray_address: str, tmp_path: Path) 
         for each in runs:
             each.end()
     assert weights(tmp_path / "far") == weights(tmp_path / "near")
-    assert re.search(r"encoders +trainer waited .* 2 encoder\(s\) busy", runs[0].output()), runs[0].output()
+    assert re.search(r"encoders +trainer waited \d+% for encoders", runs[0].output()), runs[0].output()
 
 
 @pytest.mark.slow
@@ -220,20 +217,16 @@ def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None
     for number, step in ((1, 0.1), (3, 0.02), (3, 0.2)):
         loader = waiting_loader(loaders, encoder, 70)
         resize(tmp_path, number)
+        loaders._waits.clear()
         arrivals = []
         for _ in loader:
             arrivals.append(time.perf_counter())
             time.sleep(step)
         measured, expected = (arrivals[60] - arrivals[30]) / 30, max(step, 0.3 / number)
         assert measured == pytest.approx(expected, rel=0.05)
-        waits = loaders.waits()
-        assert waits is not None
-        assert waits["waited_for_encoders"] == pytest.approx(1 - step / expected, abs=0.1)
-        assert waits["encoders_busy"] == pytest.approx(0.3 / number / expected, abs=0.1)
-        remedy = loaders.bottleneck_remedy(digits().images, None)
-        assert remedy is not None
-        if (number, step) == (1, 0.1):
-            assert remedy in ("data.num_encoders=3", "data.num_encoders=4")
+        shares = [int(share) / 100 for share in re.findall(r"(\d+)%", loaders.waits() or "")]
+        assert shares[0] == pytest.approx(1 - step / expected, abs=0.1), "waited for encoders"
+        assert shares[2] == pytest.approx(0.3 / number / expected, abs=0.1), "encoders busy"
 
 
 @pytest.mark.parametrize(("dtype", "upcast"), [("float32", False), ("bfloat16", False), ("float16", True)])

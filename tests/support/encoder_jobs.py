@@ -69,8 +69,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["RAY_ADDRESS"] = job["address"]
         loaders = RayEncoders(2, run=job["run"])
     found = fit(loaders, strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
-    waits = None if loaders is None else loaders.waits()
-    return {**found, "num_encoders": waits and waits["num_encoders"]}
+    return {**found, "waits": loaders and loaders.waits()}
 
 
 class Waiting:

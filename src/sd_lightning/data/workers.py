@@ -107,7 +107,7 @@ class Loaders:
         is_fixed = images.center_crop and not images.random_flip
         return "data.cache_latents=true" if is_fixed and latents_bytes <= _CACHE_BYTES else PRECOMPUTE
 
-    def waits(self) -> dict[str, float] | None:
+    def waits(self) -> str | None:
         """Return what training waited for, a collective call; None: only the callback ``Throughput`` measures it."""
         return None
 

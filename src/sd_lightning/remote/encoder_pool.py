@@ -150,11 +150,8 @@ class EncoderPool:
                     self._deaths[number] += 1
                     self._starts[number] = asyncio.create_task(self._start(number))
                 if self._deaths[number] >= _MOST_DEATHS:
-                    self._trouble = (
-                        f"{WHO}: encoder {number} on {node} has died {_MOST_DEATHS} times without a batch between; the "
-                        f"last error: {_reason(error)}; write a smaller data.num_encoders if memory is short, or see "
-                        "Ray's log of it"
-                    )
+                    name = f"encoder {number} on {node}, {_MOST_DEATHS} times without a batch between,"
+                    self._trouble = str(usage_error(error, name))
             finally:
                 self._calls[number] -= 1
 
@@ -212,17 +209,14 @@ def check_room(num_encoders: int, resources: Mapping[str, float]) -> None:
     check_resources(WHO, wanted, setting="data.num_encoders")
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error of Ray says, in one line."""
-    cause = getattr(error, "cause", None)
-    lines = (str(error) if cause is None else f"{type(cause).__name__}: {cause}").strip().splitlines()
-    return lines[-1 if cause is None else 0].strip().rstrip(".")
-
-
 def usage_error(error: Exception, who: str) -> UsageError:
     """Return what an actor has raised, or how it was lost, as one line."""
-    own = _reason(error).partition(f"{UsageError.__name__}: ")[2]
-    return UsageError(own or f"{WHO}: {who} failed: {_reason(error)}; mend that, or leave data.encoders out")
+    cause = getattr(error, "cause", None)
+    lines = (str(error) if cause is None else f"{type(cause).__name__}: {cause}").strip().splitlines()
+    reason = lines[-1 if cause is None else 0].strip().rstrip(".")
+    own = reason.partition(f"{UsageError.__name__}: ")[2]
+    remedy = "see Ray's log of it and mend that, or leave data.encoders out"
+    return UsageError(own or f"{WHO}: {who} failed: {reason}; {remedy}")
 
 
 def packed(encoder: LatentEncoder, batch: Batch) -> Batch:

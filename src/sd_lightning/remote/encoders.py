@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +26,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.order import Batch, BatchKeys, Key
-from sd_lightning.data.workers import PRECOMPUTE, Loaders
+from sd_lightning.data.workers import Loaders
 from sd_lightning.remote.cluster import connect, package_versions
 from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, on_tensors, usage_error
 from sd_lightning.state.ranks import gathered, on_rank_zero, rank_and_world_size
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from sd_lightning.data.batch import CaptionedImages
     from sd_lightning.data.source import Source
-    from sd_lightning.data.transform import ImageOptions
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +73,7 @@ class RayEncoders(Loaders):
         self._resources = None if resources is None else {"CPU": 1.0, **resources}
         self._labels = dict(labels or {})
         self._run = str(Path(run).absolute())
+        self._options = LoaderOptions()
         self._pool: Any = None
         self._name = ""
         self._waits: Counter[str] = Counter()
@@ -114,10 +114,10 @@ class RayEncoders(Loaders):
         pool = connect(WHO, address).get_actor(name, namespace=self._run)
         on_cuda = trainer.strategy.root_device.type == "cuda"
         pin = on_cuda if self._options.pin_memory is None else self._options.pin_memory
-        waits = Counter({"number": self.num_encoders})
-        if not dataset.wrong_captions:  # those of validation do not count
-            self._waits = waits
-        return EncodedLoader(dataset, batches, pool, number, self._options.prefetch_factor or 2, pin, waits)
+        ask = partial(pool.encode.remote, number)
+        waits = Counter[str]() if dataset.wrong_captions else self._waits  # those of validation do not count
+        ahead = self._options.prefetch_factor or 2
+        return EncodedLoader(dataset, batches, ask, self.num_encoders, ahead=ahead, pin=pin, waits=waits)
 
     def _publish(self, dataset: CaptionedImages, module: Any) -> tuple[int, str, str]:
         """Give the encoders a data set; return its number, the name of their pool, and the cluster's address."""
@@ -127,22 +127,19 @@ class RayEncoders(Loaders):
         address = ray.get_runtime_context().gcs_address
         if self._pool is None:
             self._start(module.encoder)
-            nodes = Counter(_answer(self._pool.living.remote(self.num_encoders), "encoders to start"))
-            where = ", ".join(f"{number} on {node}" for node, number in sorted(nodes.items()))
-            log.info("data: encoders on the Ray cluster at %s: %s", address, where)
+            nodes = _answer(self._pool.living.remote(self.num_encoders), "encoders to start")
+            log.info("data: encoders on the Ray cluster at %s: %s", address, ", ".join(sorted(nodes)))
         model, part = module.latent_diffusion, copy.copy(dataset)
         part.tokenize = partial(model.family.tokenize, model.tokenizers)  # without the networks
         return _answer(self._pool.publish.remote([ray.put(part)])), self._name, address
 
     def _start(self, encoder: Any) -> None:
-        """Start the encoders."""
         import ray
 
-        assert self._resources is not None
-        others = {**self._resources}
-        cpus, gpus = others.pop("CPU"), others.pop("GPU", 0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": others, "label_selector": self._labels}
-        if not gpus:  # on the CPU the bits of a sum depend on the number of threads
+        others = {**(self._resources or {})}
+        options: dict[str, Any] = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", 0), "resources": others}
+        options["label_selector"] = self._labels
+        if not options["num_gpus"]:  # on the CPU the bits of a sum depend on the number of threads
             threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
             options["runtime_env"] = {"env_vars": threads}
         saved = io.BytesIO()
@@ -161,29 +158,17 @@ class RayEncoders(Loaders):
             ray.kill(self._pool)
             self._pool = None
 
-    def bottleneck_remedy(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
-        """Return what makes batches arrive sooner; see ``TunableData``."""
-        waits, number = self._waits, int(self._waits["number"])
-        if waits["encoders"] <= waits["network"]:
-            return PRECOMPUTE if waits["network"] else None
-        own = max(1 - waits["encoders"] / waits["seconds"], 0.1)  # of its time the trainer needs itself
-        return f"data.num_encoders={max(number + 1, math.ceil(number / own))}"
+    def waits(self) -> str | None:
+        """Return how long training waited and encoders worked, as shares of the time; None before the second batch.
 
-    def waits(self) -> dict[str, float] | None:
-        """Return how long training waited and encoders worked, as shares of the time, and the number of encoders.
-
-        A collective call; None before the second batch.
+        A collective call.
         """
-        parts = gathered(self._waits)
-        total, number = sum(parts, Counter()), self._waits["number"]
-        if not total["seconds"]:
-            return None
-        return {
-            "num_encoders": number,
-            "waited_for_encoders": total["encoders"] / total["seconds"],
-            "waited_for_network": total["network"] / total["seconds"],
-            "encoders_busy": min(total["busy"] * len(parts) / total["seconds"] / number, 1.0),
-        }
+        total = sum(gathered(self._waits), Counter())
+        return total and (
+            f"trainer waited {total['encoders'] / total['seconds']:.0%} for encoders, "
+            f"{total['network'] / total['seconds']:.0%} for the network; "
+            f"encoders busy {min(total['busy'] / total['available'], 1):.0%}"
+        )
 
 
 @dataclass(eq=False)
@@ -193,17 +178,17 @@ class EncodedLoader:
     dataset: CaptionedImages
     batch_sampler: BatchKeys
     """Keys of the batches of this process."""
-    pool: Any
-    """The ``EncoderPool``."""
-    number: int
-    """That of the data set there."""
+    ask: Callable[[list[Key]], Any]
+    """Asks the ``EncoderPool`` for a batch."""
+    num_encoders: int
+    """Encoders that live."""
     ahead: int
     """Batches in flight for each encoder, over all processes."""
     pin: bool
     """Whether batches are put into page-locked memory."""
     waits: Counter[str]
-    """Seconds from the first batch on, those waited for encoders and network, those that encoders worked; the number
-    of encoders that live."""
+    """Seconds from the first batch on, those waited for encoders and network, those that encoders worked for this
+    process, and those that they had for it."""
     num_workers = 0
     _iterator = None
     _last = 0.0
@@ -216,29 +201,28 @@ class EncodedLoader:
         """Yield the batches."""
         import ray
 
-        ask = partial(self.pool.encode.remote, self.number)
         keys, flying, world_size = iter(self.batch_sampler), deque[tuple[list[Key], Any]](), rank_and_world_size()[1]
         while True:
-            window = max(2, math.ceil(self.ahead * self.waits["number"] / world_size))
-            flying.extend((each, ask(each)) for each in islice(keys, max(window - len(flying), 0)))
+            window = max(2, math.ceil(self.ahead * self.num_encoders / world_size))
+            flying.extend((each, self.ask(each)) for each in islice(keys, max(window - len(flying), 0)))
             if not flying:
                 return
-            encoded = ray.wait([answer for _, answer in flying], num_returns=len(flying), timeout=0)[0]
-            coming = [_answer(each)[0][0] for each in encoded]
-            ray.wait(coming, num_returns=len(coming), timeout=0)  # they come here meanwhile
-            asked = time.perf_counter()
-            wanted, answer = flying.popleft()
-            (reference,), busy, self.waits["number"] = _answer(answer, "a batch")
+            asked, (wanted, answer) = time.perf_counter(), flying.popleft()
+            for _, following in islice(flying, 1):
+                if ray.wait([following], timeout=0)[0]:  # it comes here while this one is trained on
+                    ray.wait(_answer(following)[0], timeout=0)
+            (reference,), busy, self.num_encoders = _answer(answer, "a batch")
             ready = time.perf_counter()
             try:
                 batch = ray.get(reference)
             except ray.exceptions.ObjectLostError:  # its machine has left
-                flying.appendleft((wanted, ask(wanted)))
+                flying.appendleft((wanted, self.ask(wanted)))
                 continue
             now = time.perf_counter()
             if self._last:  # the very first batch also waits for the networks
-                noted = {"seconds": now - self._last, "encoders": ready - asked, "network": now - ready, "busy": busy}
-                self.waits.update(noted)
+                seconds, available = now - self._last, (now - self._last) * self.num_encoders / world_size
+                self.waits.update(seconds=seconds, encoders=ready - asked, network=now - ready)
+                self.waits.update(busy=busy, available=available)
             self._last = now
             yield on_tensors(torch.Tensor.pin_memory, batch) if self.pin else batch
 
@@ -257,15 +241,15 @@ def resize(run: str | Path, num_encoders: int) -> None:
     """
     folder = far_runs.working_folder(str(run)) if far_runs.is_url(run) else Path(run)
     ray = connect("resize", os.environ.get("RAY_ADDRESS") or "auto")
-    names = ray.util.list_named_actors(all_namespaces=True)
-    pools = [each["name"] for each in names if each["namespace"] == str(folder.absolute())]
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    pools = [ray.get_actor(**each) for each in actors if each["namespace"] == str(folder.absolute())]
     if not pools:
         raise UsageError(
             f"resize got run={run}; no run in that folder has encoders on this Ray cluster; expected the output_dir of "
             f"one that trains with {WHO}"
         )
-    for name in pools:
-        _answer(ray.get_actor(name, str(folder.absolute())).resize.remote(num_encoders))
+    for pool in pools:
+        _answer(pool.resize.remote(num_encoders))
 
 
 def _answer(answer: Any, what: str = "the encoders") -> Any:

@@ -6,10 +6,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray as ray_module
 import torch
@@ -43,24 +45,19 @@ def kill(ray: Any, loaders: RayEncoders, place: int) -> None:
     os.kill([*processes(ray, loaders).values()][place], signal.SIGKILL)
 
 
-def named(ray: Any, run: Path) -> list[str]:
-    """Return the names of a run's pools of encoders."""
-    return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == str(run)]
-
-
 def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_line(ray: Any, tmp_path: Path) -> None:
     near, loaders = fit(None, 7), RayEncoders(1, run=tmp_path)
-    pools: list[str] = []
-    during = {1: lambda: pools.extend(named(ray, tmp_path)), 2: partial(kill, ray, loaders, 0)}
+    pids: list[int] = []
+    during = {2: partial(kill, ray, loaders, 0), 6: lambda: pids.extend(processes(ray, loaders).values())}
     far = fit(loaders, 7, Call(during))
-    assert len(pools) == 1
-    assert named(ray, tmp_path) == [], "the encoders have ended with the fit"
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(*pids).wait(30)  # the encoders end with the fit
     assert far == near
     assert far["held out"].keys() == {"val/loss", "val/caption_gap"}, "validation is encoded there, too"
     waits = loaders.waits()
     assert waits is not None
     assert re.fullmatch(r"trainer waited \d+% for encoders, \d+% for the network; encoders busy \d+%", waits)
-    encoder = Waiting(error="no such kernel")
+    loaders, encoder = RayEncoders(1, run=tmp_path), Waiting(error="no such kernel")
     short = waiting_loader(loaders, encoder, 1)
     assert len([*short]) == 1
     assert loaders.waits() is None, "the first batch waits for the start"
@@ -81,20 +78,23 @@ def test_an_encoder_that_is_killed_changes_no_bit_and_an_error_in_one_is_one_lin
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_the_number_of_encoders_nor_on_deaths_nor_on_resuming(ray: Any, tmp_path: Path) -> None:
-    loaders, near = RayEncoders(3, run=tmp_path), fit()
-    assert fit(loaders) == near
-    deaths = {3: partial(kill, ray, loaders, 0), 4: partial(kill, ray, loaders, 2)}
-    assert fit(loaders, 12, Call(dict(deaths))) == near
-    seen: list[set[int]] = []
+    loaders, pids, seen = RayEncoders(3, run=tmp_path), list[int](), list[set[int]]()
+    deaths: dict[int, Any] = {
+        2: lambda: pids.extend(processes(ray, loaders).values()),
+        3: lambda: os.kill(pids[0], signal.SIGKILL),
+        4: lambda: os.kill(pids[2], signal.SIGKILL),
+    }
+    assert fit(loaders, 12, Call(deaths)) == fit()
 
     def look() -> None:
         seen.append(set(processes(ray, loaders)))
 
-    changes = {1: look, 2: partial(resize, tmp_path, 1), 6: partial(resize, tmp_path, 2), 30: look}
+    changes = {1: look, 12: partial(resize, tmp_path, 1), 16: partial(resize, tmp_path, 2), 30: look}
     assert fit(loaders, 30, Call(changes)) == fit(None, 30)
     first, last = seen
     assert (len(first), len(last)) == (3, 2)
     assert len(first & last) == 1, "the two others were ended"
+    loaders = RayEncoders(1, run=tmp_path)
     assert fit(loaders, 7, dtype="float32", texts=True) == fit(None, 7, dtype="float32", texts=True)
 
     def trained(name: str, steps: int, resume: Path | None, loaders: RayEncoders | None) -> Path:
@@ -217,10 +217,11 @@ def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None
     for number, step in ((1, 0.1), (3, 0.02), (3, 0.2)):
         loader = waiting_loader(loaders, encoder, 70)
         resize(tmp_path, number)
-        loaders._waits.clear()
         arrivals = []
         for _ in loader:
             arrivals.append(time.perf_counter())
+            if len(arrivals) == 30:
+                loaders._waits.clear()  # the others have started
             time.sleep(step)
         measured, expected = (arrivals[60] - arrivals[30]) / 30, max(step, 0.3 / number)
         assert measured == pytest.approx(expected, rel=0.05)

@@ -103,10 +103,9 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder that has nothing but the frozen networks, which it shares with this one."""
-        frozen = {id(network) for network in self.networks}
-        networks = {name: each for name, each in self._model.networks.items() if id(each) in frozen}
+        texts = {} if self.train_text_encoder else self._model.text_encoders
         return LatentEncoder(
-            replace(self._model, networks=networks, deferred={}),
+            replace(self._model, networks={"vae": self._model.vae, **texts}, deferred={}),
             train_text_encoder=self.train_text_encoder,
             dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         )
@@ -198,11 +197,10 @@ class LatentEncoder:
         pixels = batch.pop("pixel_values", None)
         if pixels is not None and "latent_moments" not in batch:
             batch["latent_moments"] = self.encode_moments(pixels)
-        if not self.train_text_encoder:
-            if "text_embeddings" not in batch:
-                batch["text_embeddings"] = self.embed(batch["input_ids"])
-            if "wrong_input_ids" in batch and "wrong_text_embeddings" not in batch:
-                batch["wrong_text_embeddings"] = self.embed(batch["wrong_input_ids"])
+        for name in () if self.train_text_encoder else ("", "wrong_"):
+            if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
+                ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]
+                batch[f"{name}text_embeddings"] = self.embed(ids)  # type: ignore[literal-required]
         return batch
 
     def __call__(self, batch: Batch, *, seed: int) -> Batch:

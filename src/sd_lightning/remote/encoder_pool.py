@@ -14,7 +14,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._console import quiet_libraries
@@ -56,7 +55,7 @@ class EncoderPool:
         self._encoders: dict[int, Any] = {}
         self._starts: dict[int, asyncio.Task[None]] = {}
         self._nodes: dict[int, str] = {}
-        """Machine of each encoder that lives, as far as one knows."""
+        """Machine of each encoder that lives and has its networks, as far as one knows."""
         self._calls: Counter[int] = Counter()
         """Batches that each one has to encode."""
         self._deaths: Counter[int] = Counter()
@@ -83,17 +82,28 @@ class EncoderPool:
             ray.kill(self._encoders.pop(number))
 
     async def _start(self, number: int) -> None:
-        """Wait until an encoder has a place and has started."""
+        """Wait until an encoder has a place and its networks."""
         import ray
 
         while number not in self._nodes:
+            node = ""
             try:
-                self._nodes[number] = await self._encoders[number].node.remote()
-            except ray.exceptions.ActorUnavailableError:
+                node = await self._encoders[number].node.remote()
+                await self._encoders[number].load.remote()
+                self._nodes[number] = node
+            except ray.exceptions.ActorUnavailableError as error:
+                if node:
+                    self._note_death(number, node, error)
                 await asyncio.sleep(1)
             except ray.exceptions.RayError as error:  # Ray does not start it again
                 self._trouble = self._trouble or str(usage_error(error, f"encoder {number}"))
                 return
+
+    def _note_death(self, number: int, node: str, error: Exception) -> None:
+        self._deaths[number] += 1
+        if self._deaths[number] >= _MOST_DEATHS:
+            name = f"encoder {number} on {node}, {_MOST_DEATHS} times without a batch between,"
+            self._trouble = str(usage_error(error, name))
 
     async def living(self, least: int) -> list[str]:
         """Return the machines of the encoders that live, as soon as there are so many.
@@ -147,11 +157,8 @@ class EncoderPool:
                 raise usage_error(error, f"encoder {number} on {node}") from error
             except ray.exceptions.RayError as error:
                 if self._nodes.pop(number, None) is not None:  # else another call has noticed, or it was ended
-                    self._deaths[number] += 1
+                    self._note_death(number, node, error)
                     self._starts[number] = asyncio.create_task(self._start(number))
-                if self._deaths[number] >= _MOST_DEATHS:
-                    name = f"encoder {number} on {node}, {_MOST_DEATHS} times without a batch between,"
-                    self._trouble = str(usage_error(error, name))
             finally:
                 self._calls[number] -= 1
 
@@ -175,25 +182,28 @@ class Encoder:
             os.chdir(folder)
         self._saved, self._node = encoder[0], ray.util.get_node_ip_address()
         self._datasets: dict[Any, CaptionedImages] = {}
+        self._encoder: Any = None
 
     def node(self) -> str:
         """Return the address of the machine."""
         return self._node
 
-    @cached_property
-    def _encoder(self) -> LatentEncoder:
+    def load(self) -> None:
+        """Load the networks, if this process has not."""
         import ray
         import torch
 
-        saved = io.BytesIO(ray.get(self._saved))
-        encoder: LatentEncoder = torch.load(saved, "cpu", weights_only=False)
-        return encoder.to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
+        if self._encoder is None:
+            saved = io.BytesIO(ray.get(self._saved))
+            self._encoder = torch.load(saved, "cpu", weights_only=False)
+            self._encoder.to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
 
     def encode(self, dataset: Sequence[Any], keys: Sequence[Key]) -> tuple[Batch, float]:
         """Return a batch with its images and captions encoded, and the seconds that it took."""
         import ray
 
         start = time.perf_counter()
+        self.load()
         if dataset[0] not in self._datasets:
             self._datasets[dataset[0]] = ray.get(dataset[0])
         batch = packed(self._encoder, self._datasets[dataset[0]].__getitems__(keys))

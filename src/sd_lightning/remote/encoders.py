@@ -125,7 +125,7 @@ class RayEncoders(Loaders):
 
         self.connect()
         address = ray.get_runtime_context().gcs_address
-        if self._pool is None:
+        if not self._pool:
             self._start(module.encoder)
             nodes = _answer(self._pool.living.remote(self.num_encoders), "encoders to start")
             log.info("data: encoders on the Ray cluster at %s: %s", address, ", ".join(sorted(nodes)))
@@ -146,7 +146,8 @@ class RayEncoders(Loaders):
         torch.save(encoder.portable(), saved, ray.cloudpickle)
         arguments = os.getcwd(), package_versions(), [ray.put(saved.getvalue())]
         here, self._name = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, uuid.uuid4().hex
-        pool: Any = ray.remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)
+        remote: Any = ray.remote
+        pool = remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)
         self._pool = pool.remote(options, self._resources, arguments, _PLACE_SECONDS)
         _answer(self._pool.resize.remote(self.num_encoders))
 
@@ -164,7 +165,7 @@ class RayEncoders(Loaders):
         A collective call.
         """
         total = sum(gathered(self._waits), Counter())
-        return total and (
+        return (total or None) and (
             f"trainer waited {total['encoders'] / total['seconds']:.0%} for encoders, "
             f"{total['network'] / total['seconds']:.0%} for the network; "
             f"encoders busy {min(total['busy'] / total['available'], 1):.0%}"
@@ -219,10 +220,11 @@ class EncodedLoader:
                 flying.appendleft((wanted, self.ask(wanted)))
                 continue
             now = time.perf_counter()
-            if self._last:  # the very first batch also waits for the networks
-                seconds, available = now - self._last, (now - self._last) * self.num_encoders / world_size
-                self.waits.update(seconds=seconds, encoders=ready - asked, network=now - ready)
-                self.waits.update(busy=busy, available=available)
+            if self._last:  # the very first batch was not waited for by a step
+                seconds = now - self._last
+                noted: dict[str, Any] = {"seconds": seconds, "encoders": ready - asked, "network": now - ready}
+                noted |= {"busy": busy, "available": seconds * self.num_encoders / world_size}
+                self.waits.update(noted)
             self._last = now
             yield on_tensors(torch.Tensor.pin_memory, batch) if self.pin else batch
 

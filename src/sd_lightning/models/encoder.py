@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,15 @@ def _pin_(network: nn.Module, device: torch.device) -> None:
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         for tensor, memory in zip(alike, host_memory([tensor.shape for tensor in alike], device, dtype)):
             tensor.data = memory.copy_(tensor.data)
+
+
+def _in_host_memory(network: nn.Module) -> nn.Module:
+    """Return a copy with its tensors in host memory; those that are there already are shared."""
+    copies = {
+        id(t): nn.Parameter(t.detach().cpu(), False) if isinstance(t, nn.Parameter) else t.cpu()
+        for t in _tensors(network)
+    }
+    return copy.deepcopy(network, copies)
 
 
 class LatentEncoder:
@@ -102,10 +112,11 @@ class LatentEncoder:
         return self
 
     def portable(self) -> LatentEncoder:
-        """Return an encoder that has nothing but the frozen networks, which it shares with this one."""
+        """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
         texts = {} if self.train_text_encoder else self._model.text_encoders
+        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
         return LatentEncoder(
-            replace(self._model, networks={"vae": self._model.vae, **texts}, deferred={}),
+            replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,
             dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         )

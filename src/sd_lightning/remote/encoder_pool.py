@@ -8,7 +8,6 @@ dies is started again by Ray; meanwhile another one gets its batches.
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import os
 import time
@@ -172,7 +171,7 @@ class Encoder:
         Args:
             folder: Working directory of the training, for relative paths.
             versions: Of the training's packages.
-            encoder: A reference to a ``LatentEncoder``, saved by torch.
+            encoder: A reference to a portable ``LatentEncoder``.
         """
         import ray
 
@@ -180,7 +179,7 @@ class Encoder:
         quiet_libraries()
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._saved, self._node = encoder[0], ray.util.get_node_ip_address()
+        self._sent, self._node = encoder[0], ray.util.get_node_ip_address()
         self._datasets: dict[Any, CaptionedImages] = {}
         self._encoder: Any = None
 
@@ -194,9 +193,7 @@ class Encoder:
         import torch
 
         if self._encoder is None:
-            saved = io.BytesIO(ray.get(self._saved))
-            self._encoder = torch.load(saved, "cpu", weights_only=False)
-            self._encoder.to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
+            self._encoder = ray.get(self._sent).to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
 
     def encode(self, dataset: Sequence[Any], keys: Sequence[Key]) -> tuple[Batch, float]:
         """Return a batch with its images and captions encoded, and the seconds that it took."""

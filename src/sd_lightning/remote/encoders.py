@@ -7,7 +7,6 @@ often one has died over it, does not matter: samples are pure functions of their
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import math
 import os
@@ -142,9 +141,7 @@ class RayEncoders(Loaders):
         if not options["num_gpus"]:  # on the CPU the bits of a sum depend on the number of threads
             threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
             options["runtime_env"] = {"env_vars": threads}
-        saved = io.BytesIO()
-        torch.save(encoder.portable(), saved, ray.cloudpickle)
-        arguments = os.getcwd(), package_versions(), [ray.put(saved.getvalue())]
+        arguments = os.getcwd(), package_versions(), [ray.put(encoder.portable())]
         here, self._name = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, uuid.uuid4().hex
         remote: Any = ray.remote
         pool = remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +178,16 @@ def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
         cluster.wait_for_nodes()
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         loaders = RayEncoders(2, run=tmp_path)
-        loader = waiting_loader(loaders, Waiting(0.2), 40)
-        kept = []
+        loader = waiting_loader(loaders, Waiting(0.1), 600)
         for number, batch in enumerate(loader):
-            kept.append(int(batch["epoch"][0]))
+            assert int(batch["epoch"][0]) == number
             if number == 5:
                 cluster.remove_node(nodes[0], allow_graceful=False)
-        assert kept == [*range(40)]
+            if loader.num_encoders == 1:
+                break
         assert loader.num_encoders == 1
         resize(tmp_path, 1)
-        assert len([*loader]) == 40, "the encoder without a machine was ended, not the other"
+        assert len([*islice(loader, 20)]) == 20, "the encoder without a machine was ended, not the other"
     finally:
         loaders.close()
         ray_module.shutdown()

@@ -38,7 +38,12 @@ class EncoderPool:
     """
 
     def __init__(
-        self, options: Mapping[str, Any], resources: Mapping[str, float], arguments: Sequence[Any], seconds: float
+        self,
+        options: Mapping[str, Any],
+        resources: Mapping[str, float],
+        arguments: Sequence[Any],
+        encoder: Sequence[Any],
+        seconds: float,
     ) -> None:
         """Take what all encoders have in common.
 
@@ -46,10 +51,11 @@ class EncoderPool:
             options: Of Ray's actors.
             resources: What each reserves.
             arguments: Of :class:`Encoder`.
+            encoder: A reference to a portable ``LatentEncoder``, in a list.
             seconds: How long to wait for encoders that have no place on the cluster.
         """
         self._options = {**options, "max_restarts": -1, "max_task_retries": 0}
-        self._resources, self._arguments, self._seconds = resources, arguments, seconds
+        self._resources, self._arguments, self._encoder, self._seconds = resources, arguments, encoder, seconds
         self._numbers = itertools.count()
         self._encoders: dict[int, Any] = {}
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -88,7 +94,7 @@ class EncoderPool:
             node = ""
             try:
                 node = await self._encoders[number].node.remote()
-                await self._encoders[number].load.remote()
+                await self._encoders[number].load.remote(self._encoder)
                 self._nodes[number] = node
             except ray.exceptions.ActorUnavailableError as error:
                 if node:
@@ -146,7 +152,7 @@ class EncoderPool:
             await self.living(1)
             number = min(self._nodes, key=lambda each: self._calls[each])
             node, encode = self._nodes[number], self._encoders[number].encode.options(num_returns=2)
-            batch, seconds = encode.remote(self._datasets[dataset], keys)
+            batch, seconds = encode.remote(self._encoder, self._datasets[dataset], keys)
             self._calls[number] += 1
             try:
                 answer = await seconds
@@ -165,13 +171,12 @@ class EncoderPool:
 class Encoder:
     """An encoder, an actor."""
 
-    def __init__(self, folder: str, versions: Mapping[str, str], encoder: Sequence[Any]) -> None:
+    def __init__(self, folder: str, versions: Mapping[str, str]) -> None:
         """Check the machine.
 
         Args:
             folder: Working directory of the training, for relative paths.
             versions: Of the training's packages.
-            encoder: A reference to a portable ``LatentEncoder``.
         """
         import ray
 
@@ -179,7 +184,7 @@ class Encoder:
         quiet_libraries()
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._sent, self._node = encoder[0], ray.util.get_node_ip_address()
+        self._node = ray.util.get_node_ip_address()
         self._datasets: dict[Any, CaptionedImages] = {}
         self._encoder: Any = None
 
@@ -187,20 +192,20 @@ class Encoder:
         """Return the address of the machine."""
         return self._node
 
-    def load(self) -> None:
+    def load(self, encoder: Sequence[Any]) -> None:
         """Load the networks, if this process has not."""
         import ray
         import torch
 
         if self._encoder is None:
-            self._encoder = ray.get(self._sent).to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
+            self._encoder = ray.get(encoder[0]).to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
 
-    def encode(self, dataset: Sequence[Any], keys: Sequence[Key]) -> tuple[Batch, float]:
+    def encode(self, encoder: Sequence[Any], dataset: Sequence[Any], keys: Sequence[Key]) -> tuple[Batch, float]:
         """Return a batch with its images and captions encoded, and the seconds that it took."""
         import ray
 
         start = time.perf_counter()
-        self.load()
+        self.load(encoder)
         if dataset[0] not in self._datasets:
             self._datasets[dataset[0]] = ray.get(dataset[0])
         batch = packed(self._encoder, self._datasets[dataset[0]].__getitems__(keys))

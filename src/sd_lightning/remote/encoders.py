@@ -141,11 +141,11 @@ class RayEncoders(Loaders):
         if not options["num_gpus"]:  # on the CPU the bits of a sum depend on the number of threads
             threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
             options["runtime_env"] = {"env_vars": threads}
-        arguments = os.getcwd(), package_versions(), [ray.put(encoder.portable())]
+        arguments, sent = (os.getcwd(), package_versions()), [ray.put(encoder.portable())]
         here, self._name = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, uuid.uuid4().hex
         remote: Any = ray.remote
         pool = remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)
-        self._pool = pool.remote(options, self._resources, arguments, _PLACE_SECONDS)
+        self._pool = pool.remote(options, self._resources, arguments, sent, _PLACE_SECONDS)
         _answer(self._pool.resize.remote(self.num_encoders))
 
     def close(self) -> None:

@@ -38,12 +38,7 @@ class EncoderPool:
     """
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        resources: Mapping[str, float],
-        arguments: Sequence[Any],
-        encoder: Sequence[Any],
-        seconds: float,
+        self, options: Mapping[str, Any], resources: Mapping[str, float], arguments: Any, encoder: Any, seconds: float
     ) -> None:
         """Take what all encoders have in common.
 

@@ -31,9 +31,10 @@ OFFLINE, ON_THE_FLY, RAY, WAITING = "offline", "on_the_fly", "ray", "waiting"
 
 
 class WaitingEncoder(LatentEncoder):
-    """Waits as long as a file says instead of encoding a batch; moments and embeddings are those of one sample."""
+    """Takes as long as a file says for a batch, reading included; moments and embeddings are those of one sample."""
 
     file: Path
+    due = 0.0
     moments: Tensor
     embeddings: Conditioning
 
@@ -60,8 +61,10 @@ class WaitingEncoder(LatentEncoder):
         return waiting
 
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        """Wait."""
-        time.sleep(float(self.file.read_text()))
+        """Wait until a batch is due behind the one before; one after a pause has at most a tenth of it behind it."""
+        now, seconds = time.monotonic(), float(self.file.read_text())
+        self.due = max(self.due, now - seconds / 10) + seconds
+        time.sleep(self.due - now)
         return self.moments.expand(len(pixel_values), *self.moments.shape[1:])
 
     def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:

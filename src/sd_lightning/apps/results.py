@@ -176,8 +176,6 @@ def _line_of_plan(plan: Mapping[str, Any]) -> str:
 
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return the summary's lines for the console."""
-    from sd_lightning.report.page import waits_of_encoders
-
     rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
     accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
     pipeline = run_dir / "pipeline"
@@ -188,7 +186,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
         "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
-        "encoders": waits_of_encoders(summary),
+        "encoders": summary.get("encoders"),
         "plan": summary["plan"] and _line_of_plan(summary["plan"]),
         "bad samples": bad and f"{bad} left out, named in summary.json",
         "pictures": f"{run_dir}/samples/",

@@ -143,10 +143,10 @@ def build_data(spec: RunSpec) -> SDDataModule:
     from sd_lightning.remote.encoders import RayEncoders
 
     settings = {name: data[f"encoder_{name}"] for name in ("resources", "labels")}
-    loaders = RayEncoders(data["num_encoders"], **settings, run=spec.output_dir)
+    encoders = RayEncoders(data["num_encoders"], **settings, run=spec.output_dir)
     if is_first_process():  # before data are read; the others are told the cluster
-        loaders.connect()
-    return spec.build("data", loaders=loaders)
+        encoders.connect()
+    return spec.build("data", loaders=encoders)
 
 
 def build_trainer(spec: RunSpec) -> pl.Trainer:

@@ -21,7 +21,7 @@ from sd_lightning.data.order import Batch
 from sd_lightning.data.sampler import Batching, GlobalBatchSampler
 from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.transform import ImageOptions
-from sd_lightning.data.workers import LoaderBuilder, Loaders, reading_threads
+from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -84,8 +84,8 @@ class SDDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
-        self.loaders: LoaderBuilder = self.loader_options.loaders or Loaders()
-        self.loaders.check(self.loader_options, self._sources, cache_latents=cache_latents)
+        self.loaders: Loaders = self.loader_options.loaders or Loaders()
+        self.loaders.take(self.loader_options, self._sources, in_memory=cache_latents)
         self.changed = changed
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
@@ -220,6 +220,14 @@ class SDDataModule(LightningDataModule):
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the validation loader: training selects nothing with it."""
         return self.val_dataloader()
+
+    def teardown(self, stage: str) -> None:
+        """End what the loaders have started (Lightning calls this at the end of a fit)."""
+        self.loaders.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End what the loaders have started."""
+        self.loaders.close()
 
     def bottleneck_remedy(self) -> str | None:
         """Return what makes the batches arrive sooner; see ``TunableData``."""

@@ -188,7 +188,7 @@ class LoaderOptions:
     encoder_labels: dict[str, str] | None = None
     """Labels of the machines that may be used."""
     loaders: Any = None
-    """What builds loaders in place of ``data/workers.py``, a ``LoaderBuilder`` such as ``RayEncoders``."""
+    """What builds loaders in place of ``data/workers.py``: a ``RayEncoders``."""
 
     def __post_init__(self) -> None:
         if self.num_workers != "auto" and not (isinstance(self.num_workers, int) and self.num_workers >= 0):
@@ -214,10 +214,10 @@ class LoaderOptions:
                 "data.encoders=ray: images are encoded elsewhere only while a model is trained; leave it out here (in "
                 "Python: SDDataModule(source, loader=LoaderOptions(loaders=RayEncoders(num_encoders=3))))"
             )
-        encoders = {name: getattr(self, name) for name in ENCODER_FIELDS[1:4] if getattr(self, name) not in (1, None)}
-        if encoders and self.encoders == "trainer":
-            given = " ".join(f"data.{name}={value}" for name, value in encoders.items())
-            raise UsageError(f"{given} has no effect with data.encoders=trainer; add data.encoders=ray or leave it out")
+        for name in ENCODER_FIELDS[1:4]:
+            if self.encoders == "trainer" and getattr(self, name) not in (1, None):
+                given = f"data.{name}={getattr(self, name)}"
+                raise UsageError(f"{given} has no effect with data.encoders=trainer; add data.encoders=ray")
 
     def in_memory(self) -> LoaderOptions:
         """Return the options for data that lie in memory: no workers, unless a number is given.

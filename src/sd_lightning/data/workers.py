@@ -15,13 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from sd_lightning.data.loading import LoaderOptions, fetch_all
-from sd_lightning.data.order import Batch, BatchKeys
+from sd_lightning.data.order import BatchKeys
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,55 +59,32 @@ class BatchCost:
     num_bytes: int
 
 
-class LoaderBuilder(Protocol):
-    """What builds the loaders of a datamodule: :class:`Loaders`, or encoders in other processes."""
-
-    def check(self, options: LoaderOptions, sources: Sequence[Source], *, cache_latents: bool) -> None:
-        """Take the user's options, before any loader is built.
-
-        Raises:
-            UsageError: An option or a source is of no use to these loaders.
-        """
-
-    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> Any:
-        """Build a loader, used as a ``DataLoader``, for a trainer's process; a collective call."""
-
-    def bottleneck_remedy(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
-        """Return what makes batches arrive sooner; see ``TunableData``."""
-
-    def waits(self) -> dict[str, float] | None:
-        """Return what training waited for, a collective call; None if that is not measured."""
-
-
 class Loaders:
-    """Builds the DataLoaders of a datamodule, which read images in processes of this machine.
+    """Builds the loaders of a datamodule: DataLoaders, which read images in processes of this machine.
 
     With ``num_workers=auto`` loading is timed when the first one is built, and all of them follow that choice.
     """
 
-    def __init__(self) -> None:
-        self._options = LoaderOptions()
-        self._in_memory = False
-        self._used: LoaderOptions | None = None
-        self._processes = 1
+    _used: LoaderOptions | None = None
+    _processes = 1
 
-    def check(self, options: LoaderOptions, sources: Sequence[Source], *, cache_latents: bool) -> None:
-        """Take the user's options.
+    def take(self, options: LoaderOptions, sources: Sequence[Source], *, in_memory: bool) -> None:
+        """Take the user's options, before any loader is built.
 
         Args:
             options: The options.
             sources: What is loaded.
-            cache_latents: Whether batches come from memory: ``auto`` then means no workers.
+            in_memory: Whether batches come from memory: ``auto`` then means no workers.
 
         Raises:
-            UsageError: The data are in memory, and an option has no effect without workers.
+            UsageError: An option or a source is of no use to these loaders.
         """
         self._options = options
-        self._in_memory = cache_latents
-        self._used = options.in_memory() if cache_latents else None
+        self._in_memory = in_memory
+        self._used = options.in_memory() if in_memory else None
 
-    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> DataLoader[Batch]:
-        """Build the DataLoader of a dataset for a trainer's process."""
+    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> Any:
+        """Build a loader of a dataset, used as a ``DataLoader``, for a trainer's process; a collective call."""
         self._processes = trainer.num_devices
         if self._used is None:
             self._used = choose(self._options, dataset, batches, processes=self._processes)
@@ -131,8 +107,12 @@ class Loaders:
         is_fixed = images.center_crop and not images.random_flip
         return "data.cache_latents=true" if is_fixed and latents_bytes <= _CACHE_BYTES else PRECOMPUTE
 
-    def waits(self) -> None:
-        """Return None: of these loaders only the callback ``Throughput`` measures the wait."""
+    def waits(self) -> str | None:
+        """Return what training waited for, a collective call; None: only the callback ``Throughput`` measures it."""
+        return None
+
+    def close(self) -> None:
+        """End what the loaders have started."""
 
 
 def choose(options: LoaderOptions, dataset: CaptionedImages, batches: BatchKeys, *, processes: int) -> LoaderOptions:

@@ -113,8 +113,8 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
-        frozen = {id(network) for network in self.networks}
-        networks = {name: _in_host_memory(each) for name, each in self._model.networks.items() if id(each) in frozen}
+        texts = {} if self.train_text_encoder else self._model.text_encoders
+        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,
@@ -208,11 +208,10 @@ class LatentEncoder:
         pixels = batch.pop("pixel_values", None)
         if pixels is not None and "latent_moments" not in batch:
             batch["latent_moments"] = self.encode_moments(pixels)
-        if not self.train_text_encoder:
-            if "text_embeddings" not in batch:
-                batch["text_embeddings"] = self.embed(batch["input_ids"])
-            if "wrong_input_ids" in batch and "wrong_text_embeddings" not in batch:
-                batch["wrong_text_embeddings"] = self.embed(batch["wrong_input_ids"])
+        for name in () if self.train_text_encoder else ("", "wrong_"):
+            if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
+                ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]
+                batch[f"{name}text_embeddings"] = self.embed(ids)  # type: ignore[literal-required]
         return batch
 
     def __call__(self, batch: Batch, *, seed: int) -> Batch:
@@ -226,9 +225,9 @@ class LatentEncoder:
         batch = self.encode(batch)
         moments = batch.pop("latent_moments", None)
         if moments is not None:
-            batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
+            batch["latents"] = self.latents(moments.float(), seed=seed, epoch=batch["epoch"], index=batch["index"])
         for name in () if self.train_text_encoder else ("", "wrong_"):
             embeddings = batch.pop(f"{name}text_embeddings", None)  # type: ignore[misc]
             if embeddings is not None:
-                batch[f"{name}conditioning"] = self._conditioning(embeddings, batch)  # type: ignore[literal-required]
+                batch[f"{name}conditioning"] = self._conditioning(map_conditioning(embeddings, Tensor.float), batch)  # type: ignore[literal-required]
         return batch

@@ -96,7 +96,8 @@ def check_resources(
         if there < number:
             raise UsageError(
                 f"{who} asks for {number:g} {name}; the Ray cluster has {there:g} on {len(machines)} machine(s){where}"
-                f"; write a smaller {setting}, or add machines with: ray start --address=<head>"
+                f"; write a smaller {setting}{' or other labels' if labels else ''}, or add machines with: ray start "
+                "--address=<head>"
             )
 
 

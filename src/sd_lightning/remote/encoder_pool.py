@@ -1,211 +1,255 @@
 """Actors of a Ray cluster that read and encode batches for the training processes of a run.
 
-``EncoderPool`` is one small actor on the machine of rank 0. It starts the ``Encoder`` actors and owns them: they end
-with it, and it ends with rank 0, in whatever way. An encoder whose process dies is started again by Ray, which also
-repeats the calls that it had not answered.
+``EncoderPool`` is one small actor on the machine of rank 0, which passes the batches that ranks ask for to the
+``Encoder`` actors. It owns these: they end with it, and it ends with rank 0, in whatever way. An encoder whose process
+dies is started again by Ray; meanwhile another one gets its batches.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.remote.cluster import check_resources, check_versions, package_versions
+from sd_lightning.remote.cluster import check_resources, check_versions
 
 if TYPE_CHECKING:
+    import torch
+
     from sd_lightning.data.batch import CaptionedImages
     from sd_lightning.data.order import Batch, Key
     from sd_lightning.models.encoder import LatentEncoder
 
 WHO = "data.encoders=ray"
-_MOST_RESTARTS = 3
-"""Restarts of an encoder, without a batch between them, before the run gives up."""
+_MOST_DEATHS = 3
+"""Processes of an encoder that may die without a batch between them before the run gives up."""
 
 
 class EncoderPool:
-    """The encoders of a run, an actor."""
+    """The encoders of a run, an actor.
 
-    def __init__(self, options: Mapping[str, Any], resources: Mapping[str, float], folder: str) -> None:
+    Ray does not repeat their calls: it would wait for the same encoder, though its machine may have left for ever.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], resources: Mapping[str, float], arguments: Any, encoder: Any, seconds: float
+    ) -> None:
         """Take what all encoders have in common.
 
         Args:
             options: Of Ray's actors.
             resources: What each reserves.
-            folder: Working directory of the training, for relative paths.
+            arguments: Of :class:`Encoder`.
+            encoder: A reference to a portable ``LatentEncoder``, in a list.
+            seconds: How long to wait for encoders that have no place on the cluster.
         """
-        self._options, self._resources, self._folder = dict(options), resources, folder
+        self._options = {**options, "max_restarts": -1, "max_task_retries": 0}
+        self._resources, self._arguments, self._encoder, self._seconds = resources, arguments, encoder, seconds
         self._numbers = itertools.count()
         self._encoders: dict[int, Any] = {}
-        self._work: list[tuple[Any, Any]] = []
-        self._starts: dict[int, list[tuple[str, str]]] = {}
-        """Node and process of each start since the last batch, by encoder."""
+        self._starts: dict[int, asyncio.Task[None]] = {}
+        self._nodes: dict[int, str] = {}
+        """Machine of each encoder that lives and has its networks, as far as one knows."""
+        self._calls: Counter[int] = Counter()
+        """Batches that each one has to encode."""
+        self._deaths: Counter[int] = Counter()
+        """Processes of each one that have died since its last batch."""
+        self._trouble: str | None = None
+        self._datasets: list[Sequence[Any]] = []
 
-    def resize(self, num_encoders: int) -> None:
-        """Start or end encoders; calls to those that end fail, and are sent to others.
+    async def resize(self, num_encoders: int) -> None:
+        """Start or end encoders, at first those that do not live.
 
         Raises:
             UsageError: The cluster has no room for them.
         """
         import ray
 
-        check_room(num_encoders, self._resources)
-        versions, me = package_versions(), ray.get_runtime_context().current_actor
+        check_room(num_encoders, self._resources, self._options["label_selector"])
         while len(self._encoders) < num_encoders:
             number = next(self._numbers)
-            self._encoders[number] = ray.remote(**self._options)(Encoder).remote(me, number, self._folder, versions)
-        for number in [*self._encoders][num_encoders:]:
+            self._encoders[number] = ray.remote(**self._options)(Encoder).remote(*self._arguments)
+            self._starts[number] = asyncio.create_task(self._start(number))
+        for number in sorted(self._encoders, key=lambda number: number not in self._nodes)[num_encoders:]:
+            self._starts.pop(number).cancel()
+            self._nodes.pop(number, None)
             ray.kill(self._encoders.pop(number))
 
-    def members(self) -> dict[int, Any]:
-        """Return the encoders by number."""
-        return self._encoders
+    async def _start(self, number: int) -> None:
+        """Wait until an encoder has a place and its networks."""
+        import ray
 
-    def publish(self, references: tuple[Any, Any]) -> int:
-        """Take references to a data set and to the ``LatentEncoder`` for it; return their number."""
-        self._work.append(references)
-        return len(self._work) - 1
+        while number not in self._nodes:
+            node = ""
+            try:
+                node = await self._encoders[number].node.remote()
+                await self._encoders[number].load.remote(self._encoder)
+                self._nodes[number] = node
+            except ray.exceptions.ActorUnavailableError as error:
+                if node:
+                    self._note_death(number, node, error)
+                await asyncio.sleep(1)
+            except ray.exceptions.RayError as error:  # Ray does not start it again
+                self._trouble = self._trouble or str(usage_error(error, f"encoder {number}"))
+                return
 
-    def work(self, number: int) -> tuple[Any, Any]:
-        """Return what was published."""
-        return self._work[number]
+    def _note_death(self, number: int, node: str, error: Exception) -> None:
+        self._deaths[number] += 1
+        if self._deaths[number] >= _MOST_DEATHS:
+            name = f"encoder {number} on {node}, {_MOST_DEATHS} times without a batch between,"
+            self._trouble = str(usage_error(error, name))
 
-    def started(self, number: int, node: str, worker_id: str) -> None:
-        """Note that the process of an encoder has started."""
-        self._starts.setdefault(number, []).append((node, worker_id))
+    async def living(self, least: int) -> list[str]:
+        """Return the machines of the encoders that live, as soon as there are so many.
 
-    def worked(self, number: int) -> None:
-        """Note that an encoder has encoded a batch since it has started."""
-        del self._starts[number][:-1]
+        Raises:
+            UsageError: One keeps dying, or they get no place on the cluster.
+        """
+        import ray
 
-    def trouble(self) -> str | None:
-        """Return which encoder keeps dying and how, if there is one."""
-        for number in self._encoders:
-            ended = self._starts.get(number, [])[:-1]
-            if len(ended) >= _MOST_RESTARTS:
-                node, worker_id = ended[-1]
-                return (
-                    f"{WHO}: encoder {number} on {node} was restarted {len(ended)} times without a batch between; its "
-                    f"last process: {_end_of(worker_id)}; write a smaller data.num_encoders if memory is short, or "
-                    "see Ray's log of it"
+        end = time.monotonic() + self._seconds
+        while self._trouble or len(self._nodes) < least:
+            if self._trouble:
+                raise UsageError(self._trouble)
+            if time.monotonic() > end:
+                free = {name: n for name, n in ray.available_resources().items() if ":" not in name}
+                raise UsageError(
+                    f"{WHO}: {len(self._nodes)} of {len(self._encoders)} encoder(s) have got a place on the Ray "
+                    f"cluster in {self._seconds:.0f} s, where {free} are free; write a smaller data.num_encoders, or "
+                    "add machines with: ray start --address=<head>"
                 )
-        return None
+            await asyncio.sleep(0.1)
+        return [*self._nodes.values()]
+
+    async def publish(self, dataset: Sequence[Any]) -> int:
+        """Take the reference to a data set, in a list; return its number."""
+        self._datasets.append(dataset)
+        return len(self._datasets) - 1
+
+    async def encode(self, dataset: int, keys: Sequence[Key]) -> tuple[Any, float, int]:
+        """Let the encoder that has least to do encode a batch, and another one if it dies.
+
+        Returns:
+            A list with a reference to the batch, the seconds that it took, and how many encoders live.
+
+        Raises:
+            UsageError: It cannot be encoded.
+        """
+        import ray
+
+        while True:
+            await self.living(1)
+            number = min(self._nodes, key=lambda each: self._calls[each])
+            node, encode = self._nodes[number], self._encoders[number].encode.options(num_returns=2)
+            batch, seconds = encode.remote(self._encoder, self._datasets[dataset], keys)
+            self._calls[number] += 1
+            try:
+                answer = await seconds
+                del self._deaths[number]
+                return [batch], answer, len(self._nodes)
+            except ray.exceptions.RayTaskError as error:
+                raise usage_error(error, f"encoder {number} on {node}") from error
+            except ray.exceptions.RayError as error:
+                if self._nodes.pop(number, None) is not None:  # else another call has noticed, or it was ended
+                    self._note_death(number, node, error)
+                    self._starts[number] = asyncio.create_task(self._start(number))
+            finally:
+                self._calls[number] -= 1
 
 
 class Encoder:
     """An encoder, an actor."""
 
-    def __init__(self, pool: Any, number: int, folder: str, versions: Mapping[str, str]) -> None:
+    def __init__(self, folder: str, versions: Mapping[str, str]) -> None:
+        """Check the machine.
+
+        Args:
+            folder: Working directory of the training, for relative paths.
+            versions: Of the training's packages.
+        """
         import ray
 
         check_versions(WHO, versions)
         quiet_libraries()
         if os.path.isdir(folder):
             os.chdir(folder)
-        self._pool, self._number, self._node = pool, number, ray.util.get_node_ip_address()
-        self._work: dict[int, tuple[CaptionedImages, LatentEncoder]] = {}
-        self._encoders: dict[Any, LatentEncoder] = {}
-        self._has_worked = False
-        ray.get(pool.started.remote(number, self._node, ray.get_runtime_context().get_worker_id()))
+        self._node = ray.util.get_node_ip_address()
+        self._datasets: dict[Any, CaptionedImages] = {}
+        self._encoder: Any = None
 
     def node(self) -> str:
         """Return the address of the machine."""
         return self._node
 
-    def encode(self, work: int, keys: Sequence[Key]) -> tuple[Batch, float]:
-        """Return a batch with its images and captions encoded, as bytes, and the seconds that it took."""
-        start = time.perf_counter()
-        if work not in self._work:
-            self._work[work] = self._loaded(work)
-        dataset, encoder = self._work[work]
-        batch = packed(encoder, dataset.__getitems__(keys))
-        batch["bad"] = [(index, f"{reason} (on {self._node})") for index, reason in batch["bad"]]
-        if not self._has_worked:
-            self._has_worked = True
-            self._pool.worked.remote(self._number)
-        return batch, time.perf_counter() - start
-
-    def _loaded(self, work: int) -> tuple[CaptionedImages, LatentEncoder]:
+    def load(self, encoder: Sequence[Any]) -> None:
+        """Load the networks, if this process has not."""
         import ray
         import torch
 
-        dataset, encoder = ray.get(self._pool.work.remote(work))
-        if encoder not in self._encoders:
-            self._encoders = {encoder: ray.get(encoder).to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))}
-        return ray.get(dataset), self._encoders[encoder]
+        if self._encoder is None:
+            self._encoder = ray.get(encoder[0]).to(torch.device("cuda" if ray.get_gpu_ids() else "cpu"))
+
+    def encode(self, encoder: Sequence[Any], dataset: Sequence[Any], keys: Sequence[Key]) -> tuple[Batch, float]:
+        """Return a batch with its images and captions encoded, and the seconds that it took."""
+        import ray
+
+        start = time.perf_counter()
+        self.load(encoder)
+        if dataset[0] not in self._datasets:
+            self._datasets[dataset[0]] = ray.get(dataset[0])
+        batch = packed(self._encoder, self._datasets[dataset[0]].__getitems__(keys))
+        batch["bad"] = [(index, f"{reason} (on {self._node})") for index, reason in batch["bad"]]
+        return batch, time.perf_counter() - start
 
 
-def check_room(num_encoders: int, resources: Mapping[str, float]) -> None:
-    """Raise a ``UsageError`` if that is no number of encoders, or the cluster has not what they reserve."""
+def check_room(num_encoders: int, resources: Mapping[str, float], labels: Mapping[str, str]) -> None:
+    """Raise a ``UsageError`` if that is no number of encoders, or the machines have not what they reserve."""
     if num_encoders < 1:
         raise UsageError(f"data.num_encoders={num_encoders}: expected 1 or more; write data.num_encoders=8")
     wanted = {name: num_encoders * each for name, each in resources.items()}
-    check_resources(WHO, wanted, setting="data.num_encoders")
+    check_resources(WHO, wanted, setting="data.num_encoders", labels=labels)
 
 
-def _end_of(worker_id: str) -> str:
-    """Return how a process of the cluster has ended, as Ray has recorded it."""
-    from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]
-
-    workers = map(WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
-    ends = [each.exit_detail for each in workers if each.worker_address.worker_id.hex() == worker_id]
-    return (ends[0] if ends else "").partition(" Some common causes")[0].rstrip(". \n") or "killed"
+def usage_error(error: Exception, who: str) -> UsageError:
+    """Return what an actor has raised, or how it was lost, as one line."""
+    cause = getattr(error, "cause", None)
+    lines = (str(error) if cause is None else f"{type(cause).__name__}: {cause}").strip().splitlines()
+    reason = lines[-1 if cause is None else 0].strip().rstrip(".")
+    own = reason.partition(f"{UsageError.__name__}: ")[2]
+    remedy = "see Ray's log of it and mend that, or leave data.encoders out"
+    return UsageError(own or f"{WHO}: {who} failed: {reason}; {remedy}")
 
 
 def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
-    """Return a batch with its images and captions encoded, every tensor as its bytes, type and layout.
+    """Return a batch with its images and captions encoded, in host memory.
 
     The networks compute in the encoder's type, and their results are widened to float32: they travel in that type,
     unless bits would be lost (a VAE that stays in float32).
     """
     import torch
 
-    from sd_lightning.models.families.base import map_conditioning
+    def narrow(value: torch.Tensor) -> torch.Tensor:
+        small = value.to(encoder.dtype)
+        return small.cpu() if torch.equal(small.to(value.dtype), value) else value.cpu()
 
-    def pack(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        narrow = value.to(encoder.dtype) if value.is_floating_point() else value
-        value = narrow if torch.equal(narrow.to(value.dtype), value) else value
-        order = sorted(range(value.ndim), key=value.stride, reverse=True)  # networks compute by the layout
-        return value.cpu().permute(order).contiguous().view(torch.uint8).numpy(), value.dtype, order
-
-    if "index" in batch:  # else nothing of it can be read
-        there = map_conditioning(
-            batch, lambda each: each.to(encoder.device) if isinstance(each, torch.Tensor) else each
-        )
-        batch = dict(encoder.encode(there))  # type: ignore[arg-type]
-        if "text_embeddings" in batch:
-            del batch["input_ids"]
-    return map_conditioning(batch, pack)
+    if "index" not in batch:  # nothing of it can be read
+        return batch
+    encoded = encoder.encode(on_tensors(lambda value: value.to(encoder.device), batch))  # type: ignore[arg-type]
+    made = {name: each for name, each in encoded.items() if name not in batch}
+    kept = encoded.keys() - made.keys() - ({"input_ids"} if "text_embeddings" in made else set())
+    return {name: batch[name] for name in kept} | on_tensors(narrow, made)
 
 
-def unpacked(batch: Batch, *, pin: bool) -> tuple[Batch, int]:
-    """Return a batch that an encoder has sent, floating-point tensors as float32, and the bytes that it took.
-
-    Args:
-        batch: From :meth:`Encoder.encode`.
-        pin: Whether to put it into page-locked memory.
-    """
+def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
+    """Return a batch with a function applied to its tensors."""
     import torch
 
     from sd_lightning.models.families.base import map_conditioning
 
-    sizes = []
-
-    def unpack(value: Any) -> Any:
-        if not isinstance(value, tuple):
-            return value
-        array, dtype, order = value
-        sizes.append(array.nbytes)
-        tensor = torch.from_numpy(array.copy()).view(dtype)  # the array is in Ray's memory
-        tensor = tensor.permute([order.index(dim) for dim in range(tensor.ndim)])
-        tensor = tensor.float() if tensor.is_floating_point() else tensor
-        return tensor.pin_memory() if pin else tensor
-
-    return map_conditioning(batch, unpack), sum(sizes)
+    return map_conditioning(batch, lambda value: function(value) if isinstance(value, torch.Tensor) else value)

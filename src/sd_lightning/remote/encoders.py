@@ -11,21 +11,23 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.order import Batch, BatchKeys, Key
-from sd_lightning.data.workers import PRECOMPUTE
-from sd_lightning.remote.cluster import connect
-from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, unpacked
+from sd_lightning.data.workers import Loaders
+from sd_lightning.remote.cluster import connect, package_versions
+from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, on_tensors, usage_error
 from sd_lightning.state.ranks import gathered, on_rank_zero, rank_and_world_size
 from sd_lightning.storage import far_runs
 
@@ -34,27 +36,20 @@ if TYPE_CHECKING:
 
     from sd_lightning.data.batch import CaptionedImages
     from sd_lightning.data.source import Source
-    from sd_lightning.data.transform import ImageOptions
-    from sd_lightning.models.encoder import LatentEncoder
 
 log = logging.getLogger(__name__)
 
-_NAMESPACE = "sd_lightning"
-"""Of Ray's names: pools are named for their runs."""
-_TAKEN_SECONDS = 30
-"""How long the name of a run that has just died may stay taken."""
-_POLL_SECONDS = 1.0
-"""How often a process asks which encoders there are, and while it waits whether one keeps dying."""
 _PLACE_SECONDS = 600.0
-"""How long all encoders may take to get a place on the cluster, of which others may take a part."""
+"""How long a run waits for encoders to get a place on the cluster, of which others may take a part."""
 _LONG_WAIT_SECONDS = 60.0
 """After this, and each time it has doubled, a process says that it waits."""
 
 
-class RayEncoders:
-    """Builds loaders whose batches are read and encoded on a Ray cluster; ``loaders=`` of :class:`SDDataModule`.
+class RayEncoders(Loaders):
+    """Builds loaders whose batches are read and encoded on a Ray cluster; ``loaders=`` of :class:`LoaderOptions`.
 
-    The encoders start with the first loader, and end with this process or its connection (``ray.shutdown()``).
+    The encoders start with the first loader. They end with the fit, or with this process. The cluster is that of
+    RAY_ADDRESS, else a new one on this machine.
 
     Args:
         num_encoders: Encoders of all training processes together.
@@ -62,7 +57,6 @@ class RayEncoders:
             the cluster has any; with a GPU, or a part of one, it encodes there.
         labels: Labels of the machines that may be used: ``{"ray.io/accelerator-type": "A10G"}``.
         run: Folder of the run, by which :func:`resize` knows it.
-        address: ``host:port`` of the cluster's head; by default RAY_ADDRESS, else a new cluster on this machine.
 
     """
 
@@ -72,31 +66,27 @@ class RayEncoders:
         *,
         resources: Mapping[str, float] | None = None,
         labels: Mapping[str, str] | None = None,
-        run: str | Path | None = None,
-        address: str | None = None,
+        run: str | Path = ".",
     ) -> None:
         self.num_encoders = num_encoders
         self._resources = None if resources is None else {"CPU": 1.0, **resources}
         self._labels = dict(labels or {})
-        self._name = str(Path(run or f"{os.getpid()}-{id(self)}").absolute())
-        self._address = address
+        self._run = str(Path(run).absolute())
         self._options = LoaderOptions()
         self._pool: Any = None
-        self._sent: dict[int, tuple[LatentEncoder, Any]] = {}
-        """Encoders in Ray's memory, by the object that they are copies of."""
+        self._name = ""
         self._waits: Counter[str] = Counter()
 
-    def check(self, options: LoaderOptions, sources: Sequence[Source], *, cache_latents: bool) -> None:
-        """Take the user's options; see ``LoaderBuilder``."""
-        if cache_latents or any(source.latents is not None for source in sources):
-            remedy = "write data.cache_latents=false" if cache_latents else "train on the images themselves"
+    def take(self, options: LoaderOptions, sources: Sequence[Source], *, in_memory: bool) -> None:
+        """Take the user's options; see :class:`Loaders`."""
+        if in_memory or any(source.latents is not None for source in sources):
+            remedy = "write data.cache_latents=false" if in_memory else "train on the images themselves"
             raise UsageError(f"{WHO}: the images are encoded before training; {remedy}, or leave data.encoders out")
-        for name in ("num_workers", "persistent_workers"):
-            if getattr(options, name) not in ("auto", 0):
-                raise UsageError(
-                    f"data.{name}={str(getattr(options, name)).lower()} has no effect with {WHO}, whose encoders read "
-                    "the images; leave it out, or raise data.num_encoders"
-                )
+        if options.num_workers not in ("auto", 0):
+            raise UsageError(
+                f"data.num_workers={options.num_workers} has no effect with {WHO}, whose encoders read the images; "
+                "leave it out, or raise data.num_encoders"
+            )
         self._options = options
 
     def connect(self) -> None:
@@ -106,106 +96,70 @@ class RayEncoders:
             UsageError: There is no cluster, or it has not.
         """
         cpus = math.ceil(self.num_encoders * (self._resources or {}).get("CPU", 1))
-        ray = connect(WHO, self._address, num_cpus=max(cpus, os.cpu_count() or 1))
+        ray = connect(WHO, num_cpus=max(cpus, os.cpu_count() or 1))
         if self._resources is None:
             self._resources = {"CPU": 1.0, **({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})}
-        check_room(self.num_encoders, self._resources)
-        labels = [node["Labels"] for node in ray.nodes() if node["Alive"]]
-        if not any(self._labels.items() <= each.items() for each in labels):
-            raise UsageError(
-                f"data.encoder_labels={self._labels}: no machine of the Ray cluster has these labels, but {labels[0]}; "
-                "write others, or start machines with: ray start --address=<head> --labels=<key>=<value>"
-            )
+        check_room(self.num_encoders, self._resources, self._labels)
 
-    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> EncodedLoader:
+    def build(self, dataset: CaptionedImages, batches: BatchKeys, trainer: pl.Trainer) -> Any:
         """Build the loader of a dataset for a trainer's process; the first call starts the encoders."""
-        work, address = on_rank_zero(lambda: self._publish(dataset, trainer.lightning_module))
-        pool = connect(WHO, address).get_actor(self._name, namespace=_NAMESPACE)
+        number, name, address = on_rank_zero(lambda: self._publish(dataset, trainer.lightning_module))
+        pool = connect(WHO, address).get_actor(name, namespace=self._run)
         on_cuda = trainer.strategy.root_device.type == "cuda"
         pin = on_cuda if self._options.pin_memory is None else self._options.pin_memory
+        ask = partial(pool.encode.remote, number)
         waits = Counter[str]() if dataset.wrong_captions else self._waits  # those of validation do not count
-        return EncodedLoader(dataset, batches, pool, work, self._options.prefetch_factor or 2, pin, waits)
+        ahead = self._options.prefetch_factor or 2
+        return EncodedLoader(dataset, batches, ask, self.num_encoders, ahead=ahead, pin=pin, waits=waits)
 
-    def _publish(self, dataset: CaptionedImages, module: Any) -> tuple[int, str]:
-        """Give the encoders a data set and a module's encoder; return their number and the cluster's address."""
+    def _publish(self, dataset: CaptionedImages, module: Any) -> tuple[int, str, str]:
+        """Give the encoders a data set; return its number, the name of their pool, and the cluster's address."""
         import ray
 
         self.connect()
-        if self._pool is None:
-            self._pool = self._start()
-        encoder, model, part = module.encoder, module.latent_diffusion, copy.copy(dataset)
+        address = ray.get_runtime_context().gcs_address
+        if not self._pool:
+            self._start(module.encoder)
+            nodes = _answer(self._pool.living.remote(self.num_encoders), "encoders to start")
+            log.info("data: encoders on the Ray cluster at %s: %s", address, ", ".join(sorted(nodes)))
+        model, part = module.latent_diffusion, copy.copy(dataset)
         part.tokenize = partial(model.family.tokenize, model.tokenizers)  # without the networks
-        if id(encoder) not in self._sent:
-            self._sent[id(encoder)] = encoder, ray.put(encoder.portable())
-        references = ray.put(part), self._sent[id(encoder)][1]
-        return ray.get(self._pool.publish.remote(references)), ray.get_runtime_context().gcs_address
+        return _answer(self._pool.publish.remote([ray.put(part)])), self._name, address
 
-    def _start(self) -> Any:
-        """Start the encoders, and tell where they are."""
+    def _start(self, encoder: Any) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        assert self._resources is not None
-        others = {**self._resources}
-        cpus, gpus = others.pop("CPU"), others.pop("GPU", 0)
-        options = {
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "resources": others,
-            "label_selector": self._labels,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-        }
-        if not gpus:  # on the CPU the bits of a sum depend on the number of threads
+        others = {**(self._resources or {})}
+        options: dict[str, Any] = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", 0), "resources": others}
+        options["label_selector"] = self._labels
+        if not options["num_gpus"]:  # on the CPU the bits of a sum depend on the number of threads
             threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
             options["runtime_env"] = {"env_vars": threads}
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        arguments, sent = (os.getcwd(), package_versions()), [ray.put(encoder.portable())]
+        here, self._name = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, uuid.uuid4().hex
         remote: Any = ray.remote
-        pool = remote(num_cpus=0, name=self._name, namespace=_NAMESPACE, scheduling_strategy=here)(EncoderPool)
-        for left in reversed(range(_TAKEN_SECONDS)):
-            try:
-                actor = pool.remote(options, self._resources, os.getcwd())
-                break
-            except ValueError as error:  # the name is taken
-                if not left:
-                    raise UsageError(
-                        f"{WHO}: another run in {self._name} has encoders on this Ray cluster; end that one, or write "
-                        "another output_dir"
-                    ) from error
-                time.sleep(1)
-        _result(actor.resize.remote(self.num_encoders), "the pool")
-        nodes = [each.node.remote() for each in _result(actor.members.remote(), "the pool").values()]
-        _wait(actor, nodes, "a place for all encoders on the Ray cluster", most=_PLACE_SECONDS)
-        counts = Counter(_result(nodes, "an encoder")).items()
-        where = ", ".join(f"{number} on {node}" for node, number in sorted(counts))
-        log.info("data: encoders on the Ray cluster at %s: %s", ray.get_runtime_context().gcs_address, where)
-        return actor
+        pool = remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)
+        self._pool = pool.remote(options, self._resources, arguments, sent, _PLACE_SECONDS)
+        _answer(self._pool.resize.remote(self.num_encoders))
 
-    def bottleneck_remedy(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
-        """Return what makes batches arrive sooner; see ``TunableData``."""
-        waits, number = self._waits, int(self._waits["number"])
-        if waits["encoders"] <= waits["network"]:
-            return PRECOMPUTE if waits["network"] else None
-        own = max(1 - waits["encoders"] / waits["seconds"], 0.1)  # of its time the trainer needs itself
-        return f"data.num_encoders={max(number + 1, math.ceil(number / own))}"
+    def close(self) -> None:
+        """End the encoders."""
+        if self._pool is not None:
+            import ray
 
-    def waits(self) -> dict[str, float] | None:
-        """Return how long training waited and encoders worked, as shares of the time, and the bytes per second.
+            ray.kill(self._pool)
+            self._pool = None
 
-        A collective call; None before the second batch.
+    def waits(self) -> str | None:
+        """Return how long training waited and encoders worked, as shares of the time; None before the second batch.
+
+        A collective call.
         """
-        parts = gathered(self._waits)
-        total, number = sum(parts, Counter()), int(self._waits["number"])
-        return (
-            None
-            if not total["seconds"]
-            else {
-                "num_encoders": number,
-                "waited_for_encoders": total["encoders"] / total["seconds"],
-                "waited_for_network": total["network"] / total["seconds"],
-                "encoders_busy": min(total["busy"] * len(parts) / total["seconds"] / number, 1.0),
-                "bytes_per_second": total["bytes"] * len(parts) / total["seconds"],
-            }
+        total = sum(gathered(self._waits), Counter())
+        return (total or None) and (
+            f"trainer waited {total['encoders'] / total['seconds']:.0%} for encoders, "
+            f"{total['network'] / total['seconds']:.0%} for the network; "
+            f"encoders busy {min(total['busy'] / total['available'], 1):.0%}"
         )
 
 
@@ -216,22 +170,20 @@ class EncodedLoader:
     dataset: CaptionedImages
     batch_sampler: BatchKeys
     """Keys of the batches of this process."""
-    pool: Any
-    """The ``EncoderPool``."""
-    work: int
-    """Number of the data set there."""
+    ask: Callable[[list[Key]], Any]
+    """Asks the ``EncoderPool`` for a batch."""
+    num_encoders: int
+    """Encoders that live."""
     ahead: int
     """Batches in flight for each encoder, over all processes."""
     pin: bool
     """Whether batches are put into page-locked memory."""
     waits: Counter[str]
-    """Seconds from the first batch on, those waited for encoders and network, those that encoders worked; bytes."""
+    """Seconds from the first batch on, those waited for encoders and network, those that encoders worked for this
+    process, and those that they had for it."""
     num_workers = 0
     _iterator = None
-    _members: dict[int, Any] = field(default_factory=dict)
-    _asked: float = 0.0
-    _answer: Any = None
-    _turn: int = 0
+    _last = 0.0
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
@@ -239,151 +191,73 @@ class EncodedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches."""
-        self._look(wait=True)
-        keys, last, flying = iter(self.batch_sampler), None, deque[_Call]()
-        self._turn, world_size = rank_and_world_size()
+        import ray
+
+        keys, flying, world_size = iter(self.batch_sampler), deque[tuple[list[Key], Any]](), rank_and_world_size()[1]
         while True:
-            self._look()
-            window = max(2, math.ceil(self.ahead * len(self._members) / world_size))
-            while len(flying) < window and (each := next(keys, None)) is not None:
-                flying.append(self._send(each, flying))
+            window = max(2, math.ceil(self.ahead * self.num_encoders / world_size))
+            flying.extend((each, self.ask(each)) for each in islice(keys, max(window - len(flying), 0)))
             if not flying:
                 return
-            asked = time.perf_counter()
-            packed, busy, ready = self._take(flying)
-            batch, size = unpacked(packed, pin=self.pin)
-            now = time.perf_counter()
-            if last is not None:  # the first batch also waits for the networks
-                noted = {"seconds": now - last, "encoders": ready - asked, "network": now - ready, "busy": busy}
-                self.waits.update(noted | {"bytes": size})
-            self.waits["number"], last = len(self._members), now
-            yield batch
-
-    def _look(self, *, wait: bool = False) -> None:
-        """Learn from time to time which encoders there are; unless told to, without waiting for the answer."""
-        import ray
-
-        now = time.monotonic()
-        if wait or (self._answer is None and now - self._asked > _POLL_SECONDS):
-            self._asked, self._answer = now, self.pool.members.remote()
-        if self._answer is not None and (wait or ray.wait([self._answer], timeout=0)[0]):
-            members, self._answer = _result(self._answer, "the pool of encoders beside rank 0"), None
-            if self._members and len(members) != len(self._members) and rank_and_world_size()[0] == 0:
-                log.info("data: %d encoders, before %d", len(members), len(self._members))
-            self._members = members
-
-    def _send(self, keys: list[Key], flying: Sequence[_Call]) -> _Call:
-        """Ask the encoder that has least to do for a batch; of equals, the next in turn."""
-        import ray
-
-        answers, waiting = {call.answer: call.number for call in flying}, []
-        if answers:
-            waiting = ray.wait([*answers], num_returns=len(answers), timeout=0, fetch_local=False)[1]
-            ray.wait([*answers], num_returns=len(answers), timeout=0)  # what is encoded comes here meanwhile
-        load, numbers = Counter(answers[each] for each in waiting), deque(self._members)
-        self._turn += 1
-        numbers.rotate(self._turn)
-        number = min(numbers, key=lambda each: load[each])
-        return _Call(number, keys, self._members[number].encode.remote(self.work, keys))
-
-    def _take(self, flying: deque[_Call]) -> tuple[Batch, float, float]:
-        """Return the next batch as it was sent, the encoder's seconds, and when it was ready."""
-        import ray
-
-        while True:
-            call = flying.popleft()
-            _wait(self.pool, [call.answer], f"encoder {call.number}")
+            asked, (wanted, answer) = time.perf_counter(), flying.popleft()
+            for _, following in islice(flying, 1):
+                if ray.wait([following], timeout=0)[0]:  # it comes here while this one is trained on
+                    ray.wait(_answer(following)[0], timeout=0)
+            (reference,), busy, self.num_encoders = _answer(answer, "a batch")
             ready = time.perf_counter()
             try:
-                return *ray.get(call.answer), ready
-            except ray.exceptions.RayActorError as error:
-                self._look(wait=True)
-                if call.number in self._members:
-                    _refuse(error, f"encoder {call.number}")
-            except ray.exceptions.RayTaskError as error:
-                _refuse(error, f"encoder {call.number}")
-            flying.appendleft(self._send(call.keys, flying))  # its encoder was ended
+                batch = ray.get(reference)
+            except ray.exceptions.ObjectLostError:  # its machine has left
+                flying.appendleft((wanted, self.ask(wanted)))
+                continue
+            now = time.perf_counter()
+            if self._last:  # the very first batch was not waited for by a step
+                seconds = now - self._last
+                noted: dict[str, Any] = {"seconds": seconds, "encoders": ready - asked, "network": now - ready}
+                noted |= {"busy": busy, "available": seconds * self.num_encoders / world_size}
+                self.waits.update(noted)
+            self._last = now
+            yield on_tensors(torch.Tensor.pin_memory, batch) if self.pin else batch
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A batch in flight."""
-
-    number: int
-    """Of the encoder."""
-    keys: list[Key]
-    answer: Any
-
-
-def resize(run: str | Path, num_encoders: int, *, address: str | None = None) -> None:
+def resize(run: str | Path, num_encoders: int) -> None:
     """Change the number of encoders of a run while it trains, from any process that reaches the Ray cluster.
+
+    That is the cluster of RAY_ADDRESS, else the one on this machine.
 
     Args:
         run: The run's ``output_dir``, or its URL.
         num_encoders: Encoders that it shall have.
-        address: ``host:port`` of the cluster's head; by default RAY_ADDRESS, else the cluster on this machine.
 
     Raises:
         UsageError: No such run has encoders there, or the cluster has no room.
     """
     folder = far_runs.working_folder(str(run)) if far_runs.is_url(run) else Path(run)
-    ray = connect("resize", address or os.environ.get("RAY_ADDRESS") or "auto")
-    try:
-        pool = ray.get_actor(str(folder.absolute()), namespace=_NAMESPACE)
-    except ValueError as error:
+    ray = connect("resize", os.environ.get("RAY_ADDRESS") or "auto")
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    pools = [ray.get_actor(**each) for each in actors if each["namespace"] == str(folder.absolute())]
+    if not pools:
         raise UsageError(
             f"resize got run={run}; no run in that folder has encoders on this Ray cluster; expected the output_dir of "
             f"one that trains with {WHO}"
-        ) from error
-    _result(pool.resize.remote(num_encoders), "the pool")
+        )
+    for pool in pools:
+        _answer(pool.resize.remote(num_encoders))
 
 
-def _wait(pool: Any, answers: list[Any], what: str, *, most: float = math.inf) -> None:
-    """Wait until encoders have answered, wherever the answers are; say so from time to time.
+def _answer(answer: Any, what: str = "the encoders") -> Any:
+    """Return what the pool answers; say from time to time what is waited for.
 
     Raises:
-        UsageError: An encoder keeps dying, or it takes more than ``most`` seconds.
+        UsageError: It has raised one, or died.
     """
     import ray
 
-    begun, limit = time.monotonic(), _LONG_WAIT_SECONDS
-    while ray.wait(answers, num_returns=len(answers), timeout=_POLL_SECONDS, fetch_local=False)[1]:
-        trouble = _result(pool.trouble.remote(), "the pool of encoders beside rank 0")
-        if trouble is not None:
-            raise UsageError(trouble)
-        if time.monotonic() - begun > most:
-            free = {name: n for name, n in ray.available_resources().items() if ":" not in name}
-            raise UsageError(
-                f"{WHO}: after {most:.0f} s there is not {what}, where {free} are free; write a smaller "
-                "data.num_encoders, or add machines with: ray start --address=<head>"
-            )
-        if time.monotonic() - begun > limit:
-            log.warning("data: waiting for %s for %.0f s", what, limit)
-            limit *= 2
-
-
-def _result(answer: Any, who: str) -> Any:
-    """Return what an actor answers.
-
-    Raises:
-        UsageError: It has raised something, or died.
-    """
-    import ray
-
+    limit = _LONG_WAIT_SECONDS
+    while not ray.wait([answer], timeout=limit)[0]:
+        log.warning("data: waiting for %s for %.0f s", what, limit)
+        limit *= 2
     try:
         return ray.get(answer)
     except ray.exceptions.RayError as error:
-        _refuse(error, who)
-
-
-def _refuse(error: Exception, who: str) -> NoReturn:
-    """Raise what an actor has raised, or died of, as one line.
-
-    Raises:
-        UsageError: Always.
-    """
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, UsageError):
-        raise UsageError(str(cause)) from error
-    reason = str(error).strip().splitlines()[-1].strip()  # behind the stack
-    raise UsageError(f"{WHO}: {who} failed: {reason}; mend that, or leave data.encoders out") from error
+        raise usage_error(error, "the pool of encoders beside rank 0") from error

@@ -83,7 +83,7 @@ def _lead(summary: Mapping[str, Any]) -> str:
     if _is_number(seconds := summary.get("train_seconds")):
         parts.append(f"{_duration(seconds)} of training")
     text = f'<p class="lead">{html.escape(" · ".join(parts))}</p>'
-    if waits := waits_of_encoders(summary):
+    if waits := summary.get("encoders"):
         text += f"<p>Encoders: {html.escape(waits)}.</p>"
     bad = summary.get("bad_samples")
     count = bad if isinstance(bad, int) else len(bad) if isinstance(bad, Mapping | list | tuple) else 0
@@ -91,16 +91,6 @@ def _lead(summary: Mapping[str, Any]) -> str:
         verb = "sample of the data was" if count == 1 else "samples of the data were"
         text += f'<p class="warn">{count:,} {verb} unusable and skipped.</p>'
     return text
-
-
-def waits_of_encoders(summary: Mapping[str, Any]) -> str | None:
-    """Return what a run waited for whose images were encoded in other processes; None if they were not."""
-    waits = summary.get("encoders")
-    return waits and (
-        f"trainer waited {100 * waits['waited_for_encoders']:.0f} % for encoders, "
-        f"{100 * waits['waited_for_network']:.0f} % for the network ({waits['bytes_per_second'] / 1e6:.3g} MB/s); "
-        f"{waits['num_encoders']} encoder(s) busy {100 * waits['encoders_busy']:.0f} %"
-    )
 
 
 def _tiles(summary: Mapping[str, Any]) -> str:

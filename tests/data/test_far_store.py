@@ -194,9 +194,10 @@ class TestTwoJobs:
             held = json.loads(folder.read("job.json"))
             assert held["time"] > first["time"]
         assert folder.size("job.json") is None
-        folder.create("job.json", json.dumps({**held, "host": "elsewhere"}).encode())
+        folder.create("job.json", json.dumps({**held, "host": "elsewhere", "machine": "elsewhere"}).encode())
         refusal(lambda: update(far, ImageFolder(photos)), "another precompute job", "elsewhere", "job.json")
-        folder.replace("job.json", json.dumps({**held, "host": "elsewhere", "time": time.time() - 700}).encode())
+        dead = {"host": "elsewhere", "machine": "elsewhere", "time": time.time() - 700}
+        folder.replace("job.json", json.dumps(held | dead).encode())
         update(far, ImageFolder(photos))
         assert folder.size("job.json") is None
 

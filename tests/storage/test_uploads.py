@@ -404,6 +404,7 @@ from sd_lightning.apps.bucket import in_bucket
 from sd_lightning.storage import checkpoint, runs
 
 folder = Path(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
 
 
 def save(step):

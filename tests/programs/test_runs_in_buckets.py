@@ -100,19 +100,26 @@ def test_a_run_that_was_lost_before_its_results_gets_them(s3: S3Server, straight
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_pipeline_in_a_bucket_and_finds_it_again(
-    s3: S3Server, straight: Path, tmp_path: Path, cache: Path
+    s3: S3Server, straight: Path, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(straight, URL)
     start = f"train {SMALL} init_from={URL} output_dir={tmp_path}/c"
     assert call(f"{start} trainer.max_steps=2") == 0
     pretrained = yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())["model"]["pretrained"]
-    assert pretrained == URL
-    for entry in opened(URL, "test").entries("checkpoints/step-00000004/"):  # as if the other run had gone on
-        opened(URL, "test").delete(entry.name)
+    step = "checkpoints/step-00000004"
+    assert pretrained == f"{URL}/{step}/pipeline"
     shutil.rmtree(cache)  # as on another machine
-    assert call(f"{start} resume=auto") == 0
-    shutil.rmtree(cache)
-    assert call(f"train {SMALL} resume=auto output_dir={tmp_path}/c trainer.max_steps=5") == 0
+    put(straight / step, f"{URL}/checkpoints/step-00000009")  # as if the other run had gone on
+    assert call(f"{start} resume=auto trainer.max_steps=3") == 0
+    assert yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())["model"]["pretrained"] == pretrained
+    for entry in opened(URL, "test").entries(f"{step}/"):
+        opened(URL, "test").delete(entry.name)
+    capfd.readouterr()
+    assert call(f"{start} resume=auto") == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"the run started from {pretrained}, which it reads again" in error and "leave init_from out" in error
+    own = f"{tmp_path}/c/checkpoints/step-00000003/pipeline"
+    assert call(f"train {SMALL} resume=auto output_dir={tmp_path}/c model.pretrained={own}") == 0
 
 
 def test_runs_in_a_bucket_are_compared(

@@ -14,6 +14,8 @@ from far_places import put
 from locations import opened
 from refusals import call
 from s3_server import S3Server
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint import restore
 from sd_lightning.report.metrics import read_metrics
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.checkpoint import checkpoint_path
@@ -120,6 +122,18 @@ def test_a_run_starts_from_a_pipeline_in_a_bucket_and_finds_it_again(
     assert f"the run started from {pretrained}, which it reads again" in error and "leave init_from out" in error
     own = f"{tmp_path}/c/checkpoints/step-00000003/pipeline"
     assert call(f"train {SMALL} resume=auto output_dir={tmp_path}/c model.pretrained={own}") == 0
+
+
+def test_ranks_that_start_from_other_checkpoints_of_a_run_that_goes_on_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, later = (f"{URL}/checkpoints/step-0000000{step}/pipeline" for step in (4, 6))
+    monkeypatch.setattr(restore, "on_rank_zero", lambda _: first)
+    restore.agree_on_base(first)
+    with pytest.raises(UsageError) as caught:
+        restore.agree_on_base(later)
+    assert f"model.pretrained={later} on " in str(caught.value) and f"{first} on rank 0" in str(caught.value)
+    assert str(caught.value).endswith(f"name one of its checkpoints: init_from={URL}/checkpoints/step-00000004")
 
 
 def test_runs_in_a_bucket_are_compared(

@@ -208,7 +208,7 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
                     else:
                         log.info("%s: %d worker(s) have started, and import what they need", _WHO, value[1])
             if signals and is_waiting and thread.is_alive():
-                log.warning("%s: stopped while no worker runs; resume=auto goes on %s", _WHO, position())
+                log.warning("%s: stopped by a signal while no worker runs; resume=auto continues", _WHO)
                 return EXIT_INTERRUPTED
             if time.monotonic() > deadline and thread.is_alive():
                 raise TimeoutError(

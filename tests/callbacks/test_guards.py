@@ -338,7 +338,7 @@ def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pyt
             (run / f"{TEMPORARY}new").touch()
 
     monkeypatch.setattr(writer.time, "sleep", sleep)
-    monkeypatch.setattr(writer.secrets, "token_hex", lambda _: "new")
+    monkeypatch.setattr(writer, "on_rank_zero", lambda _: "new")
     trainer = SimpleNamespace(global_rank=5, is_global_zero=False)
     writer.check_shared(trainer, run)  # type: ignore[arg-type]
     assert len(slept) == 3

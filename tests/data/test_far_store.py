@@ -194,10 +194,11 @@ class TestTwoJobs:
             held = json.loads(folder.read("job.json"))
             assert held["time"] > first["time"]
         assert folder.size("job.json") is None
-        folder.create("job.json", json.dumps({**held, "host": "elsewhere", "machine": "elsewhere"}).encode())
+        held |= {"host": "elsewhere", "machine": "other"}
+        folder.create("job.json", json.dumps(held).encode())
         refusal(lambda: update(far, ImageFolder(photos)), "another precompute job", "elsewhere", "job.json")
-        dead = {"host": "elsewhere", "machine": "elsewhere", "time": time.time() - 700}
-        folder.replace("job.json", json.dumps(held | dead).encode())
+        monkeypatch.setattr(lease, "LOOK", 0.05)
+        folder.replace("job.json", json.dumps({**held, "time": time.time() - 700}).encode())
         update(far, ImageFolder(photos))
         assert folder.size("job.json") is None
 

@@ -102,8 +102,8 @@ def test_a_run_in_a_bucket_goes_on_and_goes_back(bucket: Location, call_main: Ca
     code, out = call_main(train, *SMALL, earlier, "trainer.max_steps=4")
     assert code == 0, out
     assert steps(bucket) == [3, 4] and json.loads(bucket.read("summary.json"))["steps"] == 4
-    aside = {name.split("/")[1][-13:] for name in tree(bucket) if "set-aside" in name}
-    assert aside == {"step-00000004", "step-00000005"}
+    aside = {name.split("/")[1].partition("-aside-")[2][9:] for name in tree(bucket) if "set-aside" in name}
+    assert aside == {"step-00000004", "step-00000005", "summary.json", "report.html"}
 
 
 def test_a_bucket_that_cannot_be_used_is_told_before_data_and_model(

@@ -14,6 +14,8 @@ from far_places import put
 from locations import opened
 from refusals import call
 from s3_server import S3Server
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint import restore
 from sd_lightning.report.metrics import read_metrics
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.checkpoint import checkpoint_path
@@ -100,19 +102,38 @@ def test_a_run_that_was_lost_before_its_results_gets_them(s3: S3Server, straight
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_pipeline_in_a_bucket_and_finds_it_again(
-    s3: S3Server, straight: Path, tmp_path: Path, cache: Path
+    s3: S3Server, straight: Path, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(straight, URL)
     start = f"train {SMALL} init_from={URL} output_dir={tmp_path}/c"
     assert call(f"{start} trainer.max_steps=2") == 0
     pretrained = yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())["model"]["pretrained"]
-    assert pretrained == URL
-    for entry in opened(URL, "test").entries("checkpoints/step-00000004/"):  # as if the other run had gone on
-        opened(URL, "test").delete(entry.name)
+    step = "checkpoints/step-00000004"
+    assert pretrained == f"{URL}/{step}/pipeline"
     shutil.rmtree(cache)  # as on another machine
-    assert call(f"{start} resume=auto") == 0
-    shutil.rmtree(cache)
-    assert call(f"train {SMALL} resume=auto output_dir={tmp_path}/c trainer.max_steps=5") == 0
+    put(straight / step, f"{URL}/checkpoints/step-00000009")  # as if the other run had gone on
+    assert call(f"{start} resume=auto trainer.max_steps=3") == 0
+    assert yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())["model"]["pretrained"] == pretrained
+    for entry in opened(URL, "test").entries(f"{step}/"):
+        opened(URL, "test").delete(entry.name)
+    capfd.readouterr()
+    assert call(f"{start} resume=auto") == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"the run started from {pretrained}, which it reads again" in error and "leave init_from out" in error
+    own = f"{tmp_path}/c/checkpoints/step-00000003/pipeline"
+    assert call(f"train {SMALL} resume=auto output_dir={tmp_path}/c model.pretrained={own}") == 0
+
+
+def test_ranks_that_start_from_other_checkpoints_of_a_run_that_goes_on_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, later = (f"{URL}/checkpoints/step-0000000{step}/pipeline" for step in (4, 6))
+    monkeypatch.setattr(restore, "on_rank_zero", lambda _: first)
+    restore.agree_on_base(first)
+    with pytest.raises(UsageError) as caught:
+        restore.agree_on_base(later)
+    assert f"model.pretrained={later} on " in str(caught.value) and f"{first} on rank 0" in str(caught.value)
+    assert str(caught.value).endswith(f"name one of its checkpoints: init_from={URL}/checkpoints/step-00000004")
 
 
 def test_runs_in_a_bucket_are_compared(

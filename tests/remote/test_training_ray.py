@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,6 +193,30 @@ class TestTheEndIsOneLine:
             "rank 1 died; launcher.num_workers=2 got no place within launcher.start_seconds=0.5; ray status shows what "
             "there is; resume=auto goes on from step 4" in caplog.text
         )
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("has_run", [False, True])
+    def test_a_signal_while_workers_wait_for_a_place(self, has_run: bool, number: int) -> None:
+        events = Events()
+        for event in [("start", (0, 2)), ("failure", "rank 1 died")] if has_run else []:
+            events.put(event)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
+        timer.start()
+        begin = time.monotonic()
+        code = training._follow(lambda: time.sleep(30), events, Events(), Ray(num_workers=2), lambda: "from step 4")
+        assert code == 75 and time.monotonic() - begin < 1.2
+
+
+@pytest.mark.parametrize(("kind", "line"), [("cause", "the number of workers changes"), ("failure", "rank 1 died")])
+def test_workers_that_end_for_a_change_of_their_number_are_not_told_to_have_died(
+    kind: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = Events()
+    for event in (("start", (0, 1)), ("cause", "rank 1 died"), (kind, "rank 1 died"), ("start", (1, 2))):
+        events.put(event)
+    events.put(("code", 0))
+    assert training._follow(lambda: None, events, Events(), Ray(num_workers=(1, 2)), lambda: "from step 4") == 0
+    assert f"{line}; the run goes on from step 4 with 2 workers" in caplog.text
 
 
 def raising(error: Exception) -> None:

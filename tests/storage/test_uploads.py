@@ -18,6 +18,7 @@ import pytest
 from locations import no_waits, opened, refusal
 from s3_server import Fault, Request, S3Server
 from sd_lightning._errors import UsageError
+from sd_lightning.apps.bucket import in_bucket
 from sd_lightning.storage import checkpoint, lease, providers, runs, uploads
 from sd_lightning.storage.lease import Lease
 from sd_lightning.storage.location import LocalFolder, Location
@@ -204,6 +205,64 @@ def test_a_run_that_ends_in_the_middle_goes_on_where_it_was(s3: S3Server, bucket
     assert not s3.count("PUT", "step-00000001")  # what is whole there is not uploaded again
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_step_that_lacks_a_file_is_not_whole_and_is_repaired(bucket: Location, tmp_path: Path, damage: str) -> None:
+    run = Run(tmp_path / "run", bucket)
+    for step in (1, 2):
+        run.save(step)
+        run.uploads._sync()
+    for step in (1, 2):
+        name = f"checkpoints/step-0000000{step}/state/rank-0.safetensors"
+        bucket.delete(name) if damage == "missing" else bucket.replace(name, b"short")
+    again = Run(tmp_path / "run", bucket)
+    assert again.uploads.state() == f"no step is in {URL} yet"
+    again.uploads._sync()
+    assert again.uploads.state() == f"step 2 is in {URL}"
+    files = on_disk(again.folder)
+    assert {name: data for name, data in tree(bucket).items() if "step-00000002" in name} == {
+        name: data for name, data in files.items() if "step-00000002" in name
+    }
+    # A run that goes back sets aside what there is of a later step, and goes on.
+    bucket.delete("checkpoints/step-00000002/state/rank-0.safetensors")
+    back = Run(tmp_path / "run", bucket, step=1)
+    runs.go_back(back.folder, 1)
+    back.save(3)
+    back.end()
+    assert steps(bucket)[-1] == 3 and any("-step-00000002/trainer.json" in name for name in tree(bucket))
+
+
+def test_what_is_later_stays_until_the_run_goes_on(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", bucket)
+    for step in (1, 2):
+        run.save(step)
+        run.uploads._sync()
+    run.end()
+    before = tree(bucket)
+    back = Run(tmp_path / "run", bucket, step=1)
+    back.uploads.finish()  # the checkpoint could not be restored
+    assert tree(bucket) == before
+    runs.go_back(back.folder, 1)
+    fault = s3.fail("PUT", "set-aside", times=1, **DENIED)
+    with pytest.raises(UsageError):
+        back.uploads._sync()
+    assert fault.seen and before.items() <= tree(bucket).items()
+    back.uploads._sync()
+    aside = {name.split("/")[1].partition("-aside-")[2][9:] for name in tree(bucket) if "set-aside" in name}
+    assert aside == {"step-00000002", "summary.json", "report.html"} and steps(bucket) == [1]
+    assert not {"summary.json", "report.html"} & tree(bucket).keys()
+
+
+def test_after_a_file_that_fails_no_other_is_tried(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", bucket)
+    fault = s3.fail("PUT", "file-", **DENIED)
+    for number in range(60):
+        (run.folder / f"samples/file-{number}.png").parent.mkdir(exist_ok=True)
+        (run.folder / f"samples/file-{number}.png").write_bytes(b"x")
+    with pytest.raises(UsageError):
+        run.uploads._sync()
+    assert 1 <= fault.seen <= 16
+
+
 def test_a_machine_that_comes_back_uploads_nothing_old(s3: S3Server, bucket: Location, tmp_path: Path) -> None:
     def saved_on(machine: str, *steps_: int) -> None:
         run = Run(tmp_path / machine, bucket, step=steps_[0] - 1)
@@ -285,6 +344,7 @@ def test_a_bucket_that_denies_half_way_costs_nothing_on_disk(
 
 def test_a_lease_is_taken_over_when_its_job_is_dead(bucket: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT", 0.05)
+    monkeypatch.setattr(lease, "LOOK", 0.02)
     started = psutil.Process(os.getppid()).create_time()
 
     def lease_of_run() -> Lease:
@@ -333,6 +393,10 @@ def test_a_run_waits_until_another_machine_is_silent(bucket: Location, monkeypat
     monkeypatch.setattr(
         lease.time, "sleep", lambda _: bucket.replace(".lease.json", json.dumps(held | {"time": time.time()}).encode())
     )
+    for age in (0, 3600):  # by a clock that is an hour behind, too
+        bucket.replace(".lease.json", json.dumps(held | {"time": time.time() - age - 1}).encode())
+        hurried = Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150, waits=age == 0)
+        refusal(hurried.held().__enter__, f"output_dir={URL}: another run (process 12 of gpu-7)", "wait for it")
     living = Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150, waits=True)
     refusal(living.held().__enter__, f"output_dir={URL}: another run (process 12 of gpu-7)", "0 s ago", "wait for it")
 
@@ -379,6 +443,30 @@ def test_a_file_that_is_lost_is_told_and_not_looked_for_again_and_again(
     assert "rank-0.safetensors" in caplog.text and f"no step is in {URL} yet; the run goes on" in caplog.text
     refusal(run.end, "rank-0.safetensors", f"no step is in {URL} yet; what is newer is only in {run.folder}")
     assert steps(bucket) == []
+
+
+def test_a_run_that_is_not_in_the_bucket_is_told_and_errors_name_its_url(
+    bucket: Location, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    runs.mark(folder)
+    with checkpoint.saving(folder, 1) as tmp:
+        (tmp / "state").write_bytes(b"x")
+
+    class Spec(dict):
+        url, output_dir = URL, folder
+
+    def refused(_: RunUploads | None) -> int:
+        raise UsageError(f"output_dir={folder}: a run is at work in it; choose another")
+
+    with pytest.raises(UsageError) as caught:
+        in_bucket(Spec(resume="auto"), refused)  # type: ignore[arg-type]
+    assert str(caught.value) == f"output_dir={URL}: a run is at work in it; choose another (on this machine: {folder})"
+    assert f"{URL} is not in the bucket; the run goes on with the copy in {folder}" in caplog.text
+    caplog.clear()
+    bucket.create(runs.MARK, (folder / runs.MARK).read_bytes())
+    assert in_bucket(Spec(resume="auto"), lambda _: 0) == 0 and not caplog.text  # type: ignore[arg-type]
 
 
 def test_ctrl_c_in_the_middle_of_an_upload_ends_at_once(

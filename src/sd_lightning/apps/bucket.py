@@ -6,12 +6,11 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.storage import far_runs, runs
+from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.lease import Lease
 from sd_lightning.storage.location import Location
@@ -48,9 +47,13 @@ def in_bucket(spec: RunSpec, run: Callable[[RunUploads | None], int]) -> int:
     uploads = RunUploads(location, folder, lease)
     with lease.held():
         _check_bucket(spec, location)
-        _adopt_mark(folder, location)
+        _adopt_mark(spec, location)
         try:
-            code = run(uploads)
+            try:
+                code = run(uploads)
+            except UsageError as error:
+                text = str(error).replace(f"output_dir={folder}", f"output_dir={spec.url}")
+                raise error if text == str(error) else UsageError(f"{text} (on this machine: {folder})") from error
             uploads.finish(raises=code == 0)  # who restarts an interrupted run goes by its exit code
             return code
         except (Exception, SystemExit):
@@ -78,12 +81,15 @@ def _check_bucket(spec: RunSpec, location: Location) -> None:
         )
 
 
-def _adopt_mark(folder: Path, location: Location) -> None:
+def _adopt_mark(spec: RunSpec, location: Location) -> None:
     """Mark the folder on this machine as that of the run in the bucket; one of another run is renamed."""
+    folder = spec.output_dir
     try:
         mark = location.read(runs.MARK)
-    except FileNotFoundError:
-        return  # the run is new, or only here
+    except FileNotFoundError:  # the run is new, or only here
+        if spec["resume"] == "auto" and checkpoint.all_checkpoints(folder):
+            log.warning("%s is not in the bucket; the run goes on with the copy in %s", spec.url, folder)
+        return
     with suppress(FileNotFoundError):
         if (folder / runs.MARK).read_bytes() != mark:
             aside = folder.rename(folder.with_name(f"{folder.name}-{secrets.token_hex(4)}"))

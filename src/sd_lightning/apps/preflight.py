@@ -120,8 +120,8 @@ def _with_start(spec: RunSpec) -> RunSpec:
         checkpoint.check_lightning_checkpoint(init_from)
     elif init_from is not None and not is_own:
         pipeline = runs.find_pipeline(init_from, who="init_from")
-        # A copy is another one later and elsewhere; a run's URL stays when the run deletes this checkpoint.
-        changes["model.pretrained"] = init_from if far_runs.is_url(init_from) else str(pipeline)
+        # A run's URL names another checkpoint later, and a copy is not there elsewhere.
+        changes["model.pretrained"] = far_runs.name_of(pipeline) if far_runs.is_url(init_from) else str(pipeline)
     if continued is None and resume is not None:
         continued = runs.find_checkpoint(resume, spec.output_dir, thorough=is_first_process())
     if continued is None:
@@ -153,11 +153,21 @@ def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:
     if model.get("_target_") != spec.model.target:
         return {}, False
     if init_from is not None and not is_same:
-        if runs.find_pipeline(init_from, who="init_from").resolve() != Path(base).resolve():
+        pipeline = runs.find_pipeline(init_from, who="init_from")
+        if far_runs.name_of(pipeline) != base and pipeline.resolve() != Path(base).resolve():
             return {}, False
     elif init_from is None and spec.model.get("pretrained") is not None:
         return {}, False
     log.info("resume=%s: the run started from %s", resume, base)
+    if far_runs.is_url(base):
+        try:
+            runs.find_pipeline(base, who="model.pretrained")
+        except UsageError as error:
+            raise UsageError(
+                f"resume={resume}: the run started from {base}, which it reads again: {error}; if the other run has "
+                "deleted it, write model.pretrained=<a copy of it, or pipeline/ in a checkpoint of this run> and leave "
+                "init_from out"
+            ) from error
     return {f"model.{key}": model[key] for key in OF_PRETRAINED if model.get(key) is not None}, init_from is not None
 
 

@@ -128,7 +128,7 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
 
     class Failures(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            events.put(("cause", _cause(worker_exceptions)))
+            events.put(("failure", _cause(worker_exceptions)))
             for error in worker_exceptions.values():
                 if isinstance(error, UsageError):
                     raise error  # another start would end like this one
@@ -159,16 +159,20 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
 
     Args:
         fit: Returns when all have ended.
-        events: Queue of (``"start"``, (earlier starts, workers)), (``"cause"``, clause), (``"code"``, exit code).
+        events: Queue of (``"start"``, (earlier starts, workers)), (``"cause"``, clause), (``"failure"``, clause),
+            (``"code"``, exit code). Workers also tell causes, as others vanish, when Ray changes their number.
         stop: Queue that is filled when the run is to stop.
         options: Workers and their number.
         position: Returns from where a new start goes on.
     """
     import ray
 
+    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
+
     failures: list[Exception] = []
     signals: list[int] = []
     cause, code, deadline = None, 1, time.monotonic() + options.start_seconds
+    is_waiting, has_failed = True, False
 
     def work() -> None:
         try:
@@ -190,17 +194,22 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
                 stop.put(None)
             thread.join(0.3)
             for kind, value in events.get_nowait_batch(events.size()):
-                if kind == "cause":
+                if kind in ("cause", "failure"):
                     cause, deadline = cause or value, min(deadline, time.monotonic() + options.start_seconds)
+                    has_failed = has_failed or kind == "failure"
+                    is_waiting = is_waiting or has_failed
                 elif kind == "code":
                     code = value
                 else:
-                    deadline = math.inf
+                    ended = (has_failed and cause) or "the number of workers changes"
+                    cause, deadline, is_waiting, has_failed = None, math.inf, False, False
                     if value[0]:
-                        cause, ended = None, cause or "the number of workers changes"
                         log.warning("%s; the run goes on %s with %d workers", ended, position(), value[1])
                     else:
                         log.info("%s: %d worker(s) have started, and import what they need", _WHO, value[1])
+            if signals and is_waiting and thread.is_alive():
+                log.warning("%s: stopped by a signal while no worker runs; resume=auto continues", _WHO)
+                return EXIT_INTERRUPTED
             if time.monotonic() > deadline and thread.is_alive():
                 raise TimeoutError(
                     f"{f'{cause}; ' if cause else ''}launcher.num_workers={options.num_workers} got no place within "

@@ -34,8 +34,9 @@ class Lease:
     """The right of one job to write to a folder.
 
     A job that was killed leaves its lease. It ends when the process is dead, as far as this machine, or this
-    container, can see, and else after ``silence`` seconds without a sign of life. Clocks differ by less. Of two jobs
-    that take over the same lease at the same moment, one learns it from :meth:`check`.
+    container, can see, and else after ``silence`` seconds without a sign of life. Clocks may differ: what another
+    machine holds is watched for two signs of life at least. Of two jobs that take over the same lease at the same
+    moment, one learns it from :meth:`check`.
     """
 
     location: Location
@@ -105,25 +106,29 @@ class Lease:
             return {}  # it has just ended, or was cut off
 
     def _check_dead(self) -> None:
-        """Raise if the job that holds the lease is alive; of one on another machine, wait for the next sign of life."""
+        """Raise if the job that holds the lease is alive; wait for a sign of life of one that may be dead."""
         first, begin = self._holder(), time.monotonic()
         holder = first
         while True:
             try:
                 age, is_here = time.time() - float(holder["time"]), holder.get("machine") == _machine()
-                if max(age, time.monotonic() - begin) >= self.silence or (is_here and _is_dead(holder)):
+                watched, is_silent = time.monotonic() - begin, age >= self.silence
+                if is_here and (is_silent or _is_dead(holder)):
+                    return
+                if watched >= (2 * BEAT if is_silent else self.silence):
                     return
             except (LookupError, ValueError, TypeError):
                 return  # it was cut off
             who = f"{self.who}: another {self.job} ({_process(holder)})"
-            if is_here or not self.waits or holder["time"] != first["time"]:
+            if is_here or not (self.waits or is_silent) or holder["time"] != first["time"]:
                 raise UsageError(
                     f"{who} writes to it, last sign of life {max(age, 0):.0f} s ago; expected one {self.job} at a "
                     f"time; wait for it, or end it. If it is dead, delete {self.location.url}/{self.name}, or wait "
                     f"until it was silent for {self.silence:.0f} s"
                 )
             if holder is first:
-                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, self.silence)
+                seconds = 2 * BEAT if is_silent else self.silence
+                log.warning("%s has not left; waiting up to %.0f s to see if it is dead", who, seconds)
             time.sleep(LOOK)
             holder = self._holder()
 

@@ -33,6 +33,7 @@ PATIENCE = 5.0
 _AT_A_TIME = 8
 """Files."""
 _SUMMARY = "summary.json"
+_RESULTS = ("report.html", _SUMMARY)
 _OF_STEP = re.compile(r"checkpoints/step-(\d{8,})/(.+)")
 
 
@@ -61,6 +62,9 @@ class RunUploads:
         """The checkpoint that is being uploaded; it must stay on disk."""
         self._keep = self._start = 0
         self._before: Path | None = None
+        self._later: list[str] = []
+        """Files in the bucket of later steps than the one from which the run goes on, until they are set aside."""
+        self._token = secrets.token_hex(4)
         self._far: dict[str, str] = {}
         """Files in the bucket -> their SHA-256, or what else changes with them: the text of a manifest, size and time
         on disk, or nothing if an earlier start of the run has uploaded them."""
@@ -70,7 +74,8 @@ class RunUploads:
     def open(self, *, keep: int, step: int = 0) -> None:
         """Mark the folder in the bucket as the run's; the run's folder on this machine is marked already.
 
-        What the bucket holds of later steps is set aside there, as :func:`runs.go_back` does on disk.
+        What the bucket holds of later steps is set aside there, as :func:`runs.go_back` does on disk, with the first
+        upload.
 
         Args:
             keep: How many checkpoints stay in the bucket; at least 2 do.
@@ -80,7 +85,8 @@ class RunUploads:
             UsageError: The bucket cannot be read or written.
         """
         self.lease.check()
-        self._far = {entry.name: "" for entry in self.location.entries()}
+        sizes = {entry.name: entry.size for entry in self.location.entries()}
+        self._far = dict.fromkeys(sizes, "")
         self.location.replace(runs.MARK, (self.folder / runs.MARK).read_bytes())
         self._keep = max(keep, 2)  # the newest is not whole while validation at its step is added to it
         self._start = step
@@ -88,15 +94,13 @@ class RunUploads:
         for folder in (checkpoint.checkpoint_path("", each).as_posix() for each in whole):
             text = self.location.read(f"{folder}/{MANIFEST_NAME}")
             with suppress(ValueError):  # else it is uploaded anew
-                self._far |= _digests(folder, text) | {f"{folder}/{MANIFEST_NAME}": text.decode()}
-        later = [name for name in self._far if _step(name) in whole and _step(name) > step]
-        if later:
-            log.warning("%s goes on from step %d; what is of later steps is set aside", self.location.url, step)
-        token = secrets.token_hex(4)
-        for name in sorted(later, key=lambda name: name.endswith(MANIFEST_NAME)):
-            self.location.copy(name, name.replace("/step-", f"/set-aside-{token}-step-", 1))
-        if later or not step:
-            self._delete([*later, _SUMMARY])
+                files = _files(folder, text)
+                if all(sizes.get(name) == size for name, (size, _) in files.items()):
+                    self._far |= {name: digest for name, (_, digest) in files.items()}
+                    self._far[f"{folder}/{MANIFEST_NAME}"] = text.decode()
+        self._later = [name for name in sizes if _step(name) in whole and _step(name) > step]
+        if self._later or not step:
+            self._later += [name for name in _RESULTS if name in sizes]
 
     def begin(self) -> None:
         """Upload in the background from now on."""
@@ -148,7 +152,7 @@ class RunUploads:
 
     def state(self) -> str:
         """Return which checkpoint is in the bucket, and which is on its way."""
-        whole, busy = whole_steps(list(self._far)), self.busy
+        whole, busy = whole_steps(name for name, stamp in list(self._far.items()) if stamp), self.busy
         state = f"step {whole[-1]} is in {self.location.url}" if whole else f"no step is in {self.location.url} yet"
         return state if busy is None else f"{state}; step {checkpoint.step_of(busy)} is being uploaded"
 
@@ -171,6 +175,7 @@ class RunUploads:
             FileNotFoundError: A file was replaced or deleted meanwhile, or is lost.
         """
         self.lease.check()
+        self._set_aside_later()
         paths = checkpoint.all_checkpoints(self.folder)
         for path in (*paths[-1:], self._before):
             if path in paths and checkpoint.step_of(path) >= self._start:
@@ -187,13 +192,22 @@ class RunUploads:
         kept = {-1, *whole_steps(self._far)[-self._keep :], *map(checkpoint.step_of, paths)}
         self._delete([name for name in self._far if _step(name) not in kept])
 
+    def _set_aside_later(self) -> None:
+        later = [name for name in self._later if name in self._far]
+        if later:
+            log.warning("%s goes on from step %d; what is of later steps is set aside", self.location.url, self._start)
+        for name in sorted(later, key=lambda name: name.endswith((MANIFEST_NAME, _SUMMARY))):
+            self.location.copy(name, f"checkpoints/set-aside-{self._token}-{name.removeprefix('checkpoints/')}")
+        self._delete(later)
+        self._later = []
+
     def _upload_checkpoint(self, path: Path) -> None:
         text = (path / MANIFEST_NAME).read_bytes()
         manifest = f"checkpoints/{path.name}/{MANIFEST_NAME}"
         if self._far.get(manifest) == text.decode():
             return
-        files = _digests(f"checkpoints/{path.name}", text)
-        changed = {name: digest for name, digest in files.items() if self._far.get(name) != digest}
+        files = _files(f"checkpoints/{path.name}", text)
+        changed = {name: digest for name, (_, digest) in files.items() if self._far.get(name) != digest}
         self.location.delete(manifest)  # also one of which this process has not heard
         self._far.pop(manifest, None)
         self._put(changed)
@@ -213,23 +227,29 @@ class RunUploads:
 
     def _put(self, files: Mapping[str, str]) -> None:
         """Bring files into the bucket, of which the stamps are given; by a copy of a twin there, if there is one."""
-        twins = {stamp: name for name, stamp in self._far.items()}
+        twins, failed = {stamp: name for name, stamp in self._far.items()}, threading.Event()
 
         def put(name: str) -> None:
+            if failed.is_set():
+                return  # the map raises; each other file would be tried for as long
             path = self.folder / name
             try:
-                self.location.copy(twins[files[name]], name)
-            except (KeyError, FileNotFoundError):  # there is none, or somebody has deleted it
-                # What is small may grow while it is read.
-                self.location.replace(name, path if path.stat().st_size > PART_BYTES else path.read_bytes())
+                try:
+                    self.location.copy(twins[files[name]], name)
+                except (KeyError, FileNotFoundError):  # there is none, or somebody has deleted it
+                    # What is small may grow while it is read.
+                    self.location.replace(name, path if path.stat().st_size > PART_BYTES else path.read_bytes())
+            except BaseException:
+                failed.set()
+                raise
             self._far[name] = files[name]
 
         with ThreadPool(_AT_A_TIME) as pool:  # its threads end with the program, also in the middle of a file
             pool.map(put, files, 1)
 
     def _delete(self, names: Iterable[str]) -> None:
-        """Delete files that are in the bucket; manifests first."""
-        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_NAME)):
+        """Delete files that are in the bucket; first those that vouch for others."""
+        for name in sorted(names, key=lambda name: not name.endswith((MANIFEST_NAME, _SUMMARY))):
             if name in self._far:
                 self.location.delete(name)
                 del self._far[name]
@@ -241,6 +261,6 @@ def _step(name: str) -> int:
     return -1 if match is None else int(match[1])
 
 
-def _digests(folder: str, manifest: bytes) -> dict[str, str]:
-    """Return the SHA-256 of a checkpoint's files, by their names in the run's folder."""
-    return {f"{folder}/{name}": digest for name, (_, digest) in checkpoint.files_of(parse_json(manifest)).items()}
+def _files(folder: str, manifest: bytes) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 of a checkpoint's files, by their names in the run's folder."""
+    return {f"{folder}/{name}": each for name, each in checkpoint.files_of(parse_json(manifest)).items()}

@@ -32,7 +32,7 @@ from sd_lightning.callbacks.steps import callbacks_of
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change
 from sd_lightning.data.order import check_version
-from sd_lightning.state.ranks import on_rank_zero
+from sd_lightning.state.ranks import failing_together, on_rank_zero
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint, runs
@@ -62,6 +62,24 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
             "run on a file system that all machines share"
         )
     return path
+
+
+def agree_on_base(base: str | None) -> None:
+    """Raise on all ranks if they have found other weights to start from than rank 0; a collective call.
+
+    Args:
+        base: Where this rank has found them.
+
+    Raises:
+        UsageError: Some rank has found others.
+    """
+    first = on_rank_zero(lambda: base)
+    with failing_together():
+        if base != first:
+            raise UsageError(
+                f"model.pretrained={base} on {socket.gethostname()}, and {first} on rank 0: the run of init_from goes "
+                f"on; name one of its checkpoints: init_from={str(first).removesuffix('/pipeline')}"
+            )
 
 
 def check_same_run(saved: dict[str, Any], module: pl.LightningModule, batch_size: int, path: Path) -> None:

@@ -107,21 +107,22 @@ def check_shared(trainer: pl.Trainer, run_dir: Path) -> None:
         UsageError: It does not.
     """
     # A new file: the folder of an earlier start may be there on a disk of this machine's own.
-    probe = run_dir / on_rank_zero(lambda: f"{TEMPORARY}{secrets.token_hex(8)}")
-    until = time.monotonic() + _NFS_SECONDS
-    with failing_together():
+    probe = run_dir / f"{TEMPORARY}{on_rank_zero(lambda: secrets.token_hex(8))}"
+    try:
+        on_rank_zero(probe.touch)  # before the others look: NFS clients remember what was not there
+        until = time.monotonic() + _NFS_SECONDS
+        with failing_together():
+            while not probe.exists():
+                if time.monotonic() > until:
+                    place = "it" if far_runs.url_of(run_dir) is None else f"the folder {far_runs.CACHE}"
+                    raise UsageError(
+                        f"rank {trainer.global_rank} on {socket.gethostname()} does not see output_dir={run_dir}, "
+                        f"which rank 0 has made; put {place} on a file system that all machines share"
+                    )
+                time.sleep(0.5)
+    finally:
         if trainer.is_global_zero:
-            probe.touch()
-        while not probe.exists():
-            if time.monotonic() > until:
-                place = "it" if far_runs.url_of(run_dir) is None else f"the folder {far_runs.CACHE}"
-                raise UsageError(
-                    f"rank {trainer.global_rank} on {socket.gethostname()} does not see output_dir={run_dir}, "
-                    f"which rank 0 has made; put {place} on a file system that all machines share"
-                )
-            time.sleep(0.5)
-    if trainer.is_global_zero:
-        probe.unlink()
+            probe.unlink(missing_ok=True)
 
 
 def _logged(trainer: pl.Trainer, run_dir: Path) -> set[str]:

@@ -263,6 +263,39 @@ def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
         cluster.shutdown()
 
 
+@pytest.mark.full("cluster")
+def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        lost = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        loaders = RayEncoders(1, run=tmp_path)
+        loader = waiting_loader(loaders, Waiting(0.1), 40)
+        limit = loaders._pool.__ray_call__.remote(
+            lambda pool: pool._replace.__func__.__globals__.update(_MOST_DEATHS=1)
+        )
+        ray_module.get(limit)
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        for number, batch in enumerate(loader):
+            assert int(batch["epoch"][0]) == number
+            if number == 5:
+                cluster.add_node(num_cpus=1)
+                deadline = int((time.time() + 2) * 1000)
+                GcsClient(address=cluster.address).drain_node(lost.node_id, reason, "taken away", deadline)
+                cluster.remove_node(lost, allow_graceful=False)
+        assert number == 39
+    finally:
+        loaders.close()
+        ray_module.shutdown()
+        cluster.shutdown()
+
+
 @pytest.mark.slow
 def test_workers_on_ray_share_encoders_on_ray(ray_address: str, tmp_path: Path) -> None:
     two, far = ("strategy=ddp", "launcher.num_workers=2"), ("data.encoders=ray", "data.num_encoders=2")

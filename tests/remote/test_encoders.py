@@ -270,6 +270,10 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
 
+    class Kept(Counter[int]):
+        def __delitem__(self, number: object) -> None:
+            """Keep it, though a batch has come."""
+
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         lost = cluster.add_node(num_cpus=1)
@@ -277,10 +281,8 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         loaders = RayEncoders(1, run=tmp_path)
         loader = waiting_loader(loaders, Waiting(0.1), 40)
-        limit = loaders._pool.__ray_call__.remote(
-            lambda pool: pool._replace.__func__.__globals__.update(_MOST_DEATHS=1)
-        )
-        ray_module.get(limit)
+        pool = loaders._pool
+        ray_module.get(pool.__ray_call__.remote(lambda pool: setattr(pool, "_deaths", Kept())))
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         for number, batch in enumerate(loader):
             assert int(batch["epoch"][0]) == number
@@ -290,6 +292,8 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
                 GcsClient(address=cluster.address).drain_node(lost.node_id, reason, "taken away", deadline)
                 cluster.remove_node(lost, allow_graceful=False)
         assert number == 39
+        deaths = ray_module.get(pool.__ray_call__.remote(lambda pool: dict(pool._deaths)))
+        assert deaths == {0: 0}, "it was replaced, and has not died"
     finally:
         loaders.close()
         ray_module.shutdown()

@@ -152,6 +152,10 @@ def test_versions_that_differ_are_named_with_their_machines(label: str, stops: b
     assert re.fullmatch(r"[\d.]+ \(a, c\); 9\.9 \(b\)", change.why)
 
 
+def test_builds_of_one_version_may_differ() -> None:
+    assert changes_for([node("a", torch="2.13.0+cu128"), node("b", torch="2.13.0+cpu"), node("c")]) == []
+
+
 def test_a_clock_that_differs_is_named() -> None:
     ahead = node("b")
     ahead.clock = 147.25

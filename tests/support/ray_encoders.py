@@ -33,6 +33,15 @@ class Deadly(ProcessNoting):
         os._exit(7)
 
 
+class DeadAtFirst(ProcessNoting):
+    """Ends the first process while it starts."""
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        if len(list(self.folder.iterdir())) == 1:
+            os._exit(7)
+
+
 class Failing(ProcessNoting):
     """Raises what no user has to mend."""
 

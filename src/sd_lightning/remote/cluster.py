@@ -66,6 +66,21 @@ def _check_answers(who: str, address: str) -> None:
         ) from error
 
 
+def machines_with(labels: Mapping[str, str] | None) -> list[dict[str, Any]]:
+    """Return the machines of the connected cluster, as Ray describes them, that live and have labels.
+
+    Args:
+        labels: Label -> value, or Ray's ``!value``, ``in(a, b)`` or ``!in(a, b)``; None for all machines.
+    """
+    import ray
+
+    machines = [node for node in ray.nodes() if node["Alive"]]
+    for label, value in (labels or {}).items():
+        values = re.split(r"[(,)]\s*", value.lstrip("!"))
+        machines = [node for node in machines if (node["Labels"].get(label) in values) != value.startswith("!")]
+    return machines
+
+
 def check_resources(
     who: str, wanted: Mapping[str, float], *, setting: str, labels: Mapping[str, str] | None = None
 ) -> None:
@@ -77,19 +92,14 @@ def check_resources(
         who: What asks for them, for the message.
         wanted: Resource -> number.
         setting: What to write smaller.
-        labels: Label -> value, or Ray's ``!value``, ``in(a, b)`` or ``!in(a, b)``, of machines that may be used.
+        labels: See :func:`machines_with`.
 
     Raises:
         UsageError: It has fewer.
     """
-    import ray
-
-    machines = [node for node in ray.nodes() if node["Alive"]]
-    if any("ray.io/node-group" in node["Labels"] for node in machines):
+    if any("ray.io/node-group" in node["Labels"] for node in machines_with(None)):
         return
-    for label, value in (labels or {}).items():
-        values = re.split(r"[(,)]\s*", value.lstrip("!"))
-        machines = [node for node in machines if (node["Labels"].get(label) in values) != value.startswith("!")]
+    machines = machines_with(labels)
     where = f" with the label(s) {dict(labels)}" if labels else ""
     for name, number in wanted.items():
         there = sum(node["Resources"].get(name, 0.0) for node in machines)

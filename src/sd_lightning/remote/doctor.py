@@ -23,7 +23,7 @@ from sd_lightning._conf import instantiate
 from sd_lightning._console import aligned, print_lines
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.remote.cluster import connect
+from sd_lightning.remote.cluster import connect, machines_with
 from sd_lightning.remote.launchers import Ray
 from sd_lightning.remote.machine import Change, Fact, examine
 from sd_lightning.storage.location import Location
@@ -117,15 +117,12 @@ def meet(root: Location | None, places: Sequence[Mapping[str, str]]) -> dict[int
 def _on_ray(launcher: Ray, root: Location | None) -> dict[int, Rank]:
     """Meet on every node of a Ray cluster that has the launcher's labels; where GPUs are, on those alone."""
     ray = connect("launcher=ray", launcher.address)
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def start(node: Mapping[str, Any], gpus: int, function: Any, *args: Any) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        task = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=pinned)
-        return task(function).remote(*args)
+        here = {"ray.io/node-id": node["NodeID"]}
+        return ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0, label_selector=here)(function).remote(*args)
 
-    wanted = (launcher.labels or {}).items()
-    nodes = [node for node in ray.nodes() if node["Alive"] and wanted <= node["Labels"].items()]
+    nodes = machines_with(launcher.labels)
     if not nodes:
         raise UsageError(f"launcher.labels={launcher.labels}: no node of the Ray cluster has them; leave them out")
     nodes = [node for node in nodes if node["Resources"].get("GPU")] or nodes
@@ -194,11 +191,13 @@ def _share(root: Location, host: str, *, is_first: bool) -> Iterator[Fact]:
         yield Change(f"let {host} write to output_dir", str(error), "output_dir=<a folder of all machines>", stops=True)
         mark = ""
     marks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(marks, (host, mark))
-    unseen = ", ".join(sorted({other for other, name in marks if name and root.size(name) is None}))
-    dist.barrier()
-    if mark:
-        root.delete(mark)
+    try:
+        dist.all_gather_object(marks, (host, mark))
+        unseen = ", ".join(sorted({other for other, name in marks if name and root.size(name) is None}))
+        dist.barrier()
+    finally:
+        if mark:
+            root.delete(mark)
     yield "shared folder", "output_dir", f"files of {unseen} are not seen" if unseen else "seen by all machines"
     if unseen:
         why = f"{host} does not see in output_dir what {unseen} wrote there"
@@ -230,7 +229,7 @@ def changes_for(ranks: Sequence[Rank]) -> list[Change]:
     """Return what to change: on machines, where they differ, and between them."""
     changes, table = [fact for rank in ranks for fact in rank.facts if isinstance(fact, Change)], _table(ranks)
     for label, text in table["versions"].items():
-        if "; " in text:
+        if len({re.split(r"[+ ]", version)[0] for version in text.split("; ")}) > 1:  # builds may differ
             command = "take one image, or install on all with pip install -c constraints.txt"
             changes.append(Change(f"use one {label} on all machines", text, command, label in _MUST_AGREE))
     for host, failure in {rank.host: rank.failure for rank in ranks if rank.failure is not None}.items():

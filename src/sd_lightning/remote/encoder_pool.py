@@ -1,18 +1,19 @@
 """Actors of a Ray cluster that read and encode batches for the training processes of a run.
 
 ``EncoderPool`` is one small actor on the machine of rank 0, which passes the batches that ranks ask for to the
-``Encoder`` actors. It owns these: they end with it, and it ends with rank 0, in whatever way. An encoder whose process
-dies is started again by Ray; meanwhile another one gets its batches.
+``Encoder`` actors. It owns these: they end with it, and it ends with rank 0, in whatever way. One that
+dies is replaced, and meanwhile another one gets its batches. Ray's own restarts would hide deaths during the start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._console import quiet_libraries
@@ -32,13 +33,10 @@ _MOST_DEATHS = 3
 
 
 class EncoderPool:
-    """The encoders of a run, an actor.
-
-    Ray does not repeat their calls: it would wait for the same encoder, though its machine may have left for ever.
-    """
+    """The encoders of a run, an actor."""
 
     def __init__(
-        self, options: Mapping[str, Any], resources: Mapping[str, float], arguments: Any, encoder: Any, seconds: float
+        self, options: Mapping[str, Any], resources: Mapping[str, float], arguments: Any, encoder: Any
     ) -> None:
         """Take what all encoders have in common.
 
@@ -47,10 +45,8 @@ class EncoderPool:
             resources: What each reserves.
             arguments: Of :class:`Encoder`.
             encoder: A reference to a portable ``LatentEncoder``, in a list.
-            seconds: How long to wait for encoders that have no place on the cluster.
         """
-        self._options = {**options, "max_restarts": -1, "max_task_retries": 0}
-        self._resources, self._arguments, self._encoder, self._seconds = resources, arguments, encoder, seconds
+        self._options, self._resources, self._arguments, self._encoder = options, resources, arguments, encoder
         self._numbers = itertools.count()
         self._encoders: dict[int, Any] = {}
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -73,56 +69,63 @@ class EncoderPool:
 
         check_room(num_encoders, self._resources, self._options["label_selector"])
         while len(self._encoders) < num_encoders:
-            number = next(self._numbers)
-            self._encoders[number] = ray.remote(**self._options)(Encoder).remote(*self._arguments)
-            self._starts[number] = asyncio.create_task(self._start(number))
+            self._add(next(self._numbers))
         for number in sorted(self._encoders, key=lambda number: number not in self._nodes)[num_encoders:]:
             self._starts.pop(number).cancel()
             self._nodes.pop(number, None)
             ray.kill(self._encoders.pop(number))
 
+    def _add(self, number: int) -> None:
+        import ray
+
+        self._encoders[number] = ray.remote(**self._options)(Encoder).remote(*self._arguments)
+        self._starts[number] = asyncio.create_task(self._start(number))
+
     async def _start(self, number: int) -> None:
         """Wait until an encoder has a place and its networks."""
         import ray
 
-        while number not in self._nodes:
-            node = ""
-            try:
-                node = await self._encoders[number].node.remote()
-                await self._encoders[number].load.remote(self._encoder)
-                self._nodes[number] = node
-            except ray.exceptions.ActorUnavailableError as error:
-                if node:
-                    self._note_death(number, node, error)
-                await asyncio.sleep(1)
-            except ray.exceptions.RayError as error:  # Ray does not start it again
-                self._trouble = self._trouble or str(usage_error(error, f"encoder {number}"))
-                return
+        encoder, node = self._encoders[number], "a machine"
+        try:
+            node = await encoder.node.remote()
+            await encoder.load.remote(self._encoder)
+            self._nodes[number] = node
+        except ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", True):  # it has raised an error, as another one would
+                self._trouble = self._trouble or str(usage_error(error, f"encoder {number} on {node}"))
+            else:
+                self._replace(number, node, error)
 
-    def _note_death(self, number: int, node: str, error: Exception) -> None:
-        self._deaths[number] += 1
+    def _replace(self, number: int, node: str, error: Exception) -> None:
+        """Start another encoder in the stead of one that has died."""
+        import ray
+
+        self._deaths[number] += not getattr(error, "preempted", False)
         if self._deaths[number] >= _MOST_DEATHS:
             name = f"encoder {number} on {node}, {_MOST_DEATHS} times without a batch between,"
             self._trouble = str(usage_error(error, name))
+            return
+        ray.kill(self._encoders[number])
+        self._add(number)
 
-    async def living(self, least: int) -> list[str]:
-        """Return the machines of the encoders that live, as soon as there are so many.
+    async def living(self, least: int, seconds: float = math.inf) -> list[str]:
+        """Return the machines of the encoders that live, as soon as there are so many; wait at most some seconds.
 
         Raises:
-            UsageError: One keeps dying, or they get no place on the cluster.
+            UsageError: One cannot start or keeps dying, or they get no place on the cluster.
         """
         import ray
 
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + seconds
         while self._trouble or len(self._nodes) < least:
             if self._trouble:
                 raise UsageError(self._trouble)
             if time.monotonic() > end:
                 free = {name: n for name, n in ray.available_resources().items() if ":" not in name}
                 raise UsageError(
-                    f"{WHO}: {len(self._nodes)} of {len(self._encoders)} encoder(s) have got a place on the Ray "
-                    f"cluster in {self._seconds:.0f} s, where {free} are free; write a smaller data.num_encoders, or "
-                    "add machines with: ray start --address=<head>"
+                    f"{WHO}: {len(self._nodes)} of {len(self._encoders)} encoder(s) have got a place and their "
+                    f"networks on the Ray cluster in {seconds:.0f} s; {free} are free; write a smaller "
+                    "data.num_encoders, or add machines with: ray start --address=<head>"
                 )
             await asyncio.sleep(0.1)
         return [*self._nodes.values()]
@@ -157,8 +160,7 @@ class EncoderPool:
                 raise usage_error(error, f"encoder {number} on {node}") from error
             except ray.exceptions.RayError as error:
                 if self._nodes.pop(number, None) is not None:  # else another call has noticed, or it was ended
-                    self._note_death(number, node, error)
-                    self._starts[number] = asyncio.create_task(self._start(number))
+                    self._replace(number, node, error)
             finally:
                 self._calls[number] -= 1
 
@@ -219,11 +221,12 @@ def check_room(num_encoders: int, resources: Mapping[str, float], labels: Mappin
 def usage_error(error: Exception, who: str) -> UsageError:
     """Return what an actor has raised, or how it was lost, as one line."""
     cause = getattr(error, "cause", None)
-    lines = (str(error) if cause is None else f"{type(cause).__name__}: {cause}").strip().splitlines()
+    text = (str(error) if cause is None else f"{type(cause).__name__}: {cause}").strip()
+    if own := text.partition(f"{UsageError.__name__}: ")[2]:
+        return UsageError(own)
+    lines = [line for line in text.splitlines() if "actor never ran" not in line]  # the line before says why
     reason = lines[-1 if cause is None else 0].strip().rstrip(".")
-    own = reason.partition(f"{UsageError.__name__}: ")[2]
-    remedy = "see Ray's log of it and mend that, or leave data.encoders out"
-    return UsageError(own or f"{WHO}: {who} failed: {reason}; {remedy}")
+    return UsageError(f"{WHO}: {who} failed: {reason}; see Ray's log of it and mend that, or leave data.encoders out")
 
 
 def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
@@ -234,22 +237,15 @@ def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
     """
     import torch
 
+    from sd_lightning.models.families.base import map_conditioning
+
     def narrow(value: torch.Tensor) -> torch.Tensor:
         small = value.to(encoder.dtype)
         return small.cpu() if torch.equal(small.to(value.dtype), value) else value.cpu()
 
     if "index" not in batch:  # nothing of it can be read
         return batch
-    encoded = encoder.encode(on_tensors(lambda value: value.to(encoder.device), batch))  # type: ignore[arg-type]
+    encoded = encoder.encode(map_conditioning(batch, lambda value: value.to(encoder.device)))  # type: ignore[arg-type]
     made = {name: each for name, each in encoded.items() if name not in batch}
     kept = encoded.keys() - made.keys() - ({"input_ids"} if "text_embeddings" in made else set())
-    return {name: batch[name] for name in kept} | on_tensors(narrow, made)
-
-
-def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
-    """Return a batch with a function applied to its tensors."""
-    import torch
-
-    from sd_lightning.models.families.base import map_conditioning
-
-    return map_conditioning(batch, lambda value: function(value) if isinstance(value, torch.Tensor) else value)
+    return {name: batch[name] for name in kept} | map_conditioning(made, narrow)

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,8 +27,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.order import Batch, BatchKeys, Key
 from sd_lightning.data.workers import Loaders
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.remote.cluster import connect, package_versions
-from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, on_tensors, usage_error
+from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, usage_error
 from sd_lightning.state.ranks import gathered, on_rank_zero, rank_and_world_size
 from sd_lightning.storage import far_runs
 
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PLACE_SECONDS = 600.0
-"""How long a run waits for encoders to get a place on the cluster, of which others may take a part."""
+"""How long a run waits at its start for encoders to get a place on the cluster, of which others may take a part."""
 _LONG_WAIT_SECONDS = 60.0
 """After this, and each time it has doubled, a process says that it waits."""
 
@@ -70,7 +72,7 @@ class RayEncoders(Loaders):
     ) -> None:
         self.num_encoders = num_encoders
         self._resources = None if resources is None else {"CPU": 1.0, **resources}
-        self._labels = dict(labels or {})
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}  # YAML has numbers
         self._run = str(Path(run).absolute())
         self._options = LoaderOptions()
         self._pool: Any = None
@@ -120,7 +122,7 @@ class RayEncoders(Loaders):
         address = ray.get_runtime_context().gcs_address
         if not self._pool:
             self._start(module.encoder)
-            nodes = _answer(self._pool.living.remote(self.num_encoders), "encoders to start")
+            nodes = _answer(self._pool.living.remote(self.num_encoders, _PLACE_SECONDS), "encoders to start")
             log.info("data: encoders on the Ray cluster at %s: %s", address, ", ".join(sorted(nodes)))
         model, part = module.latent_diffusion, copy.copy(dataset)
         part.tokenize = partial(model.family.tokenize, model.tokenizers)  # without the networks
@@ -139,7 +141,7 @@ class RayEncoders(Loaders):
         here, self._name = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}, uuid.uuid4().hex
         remote: Any = ray.remote
         pool = remote(num_cpus=0, label_selector=here, name=self._name, namespace=self._run)(EncoderPool)
-        self._pool = pool.remote(options, self._resources, arguments, sent, _PLACE_SECONDS)
+        self._pool = pool.remote(options, self._resources, arguments, sent)
         _answer(self._pool.resize.remote(self.num_encoders))
 
     def close(self) -> None:
@@ -156,10 +158,11 @@ class RayEncoders(Loaders):
         A collective call.
         """
         total = sum(gathered(self._waits), Counter())
+        remedy = "; raise data.num_encoders" if total["encoders"] > 0.1 * total["seconds"] else ""
         return (total or None) and (
             f"trainer waited {total['encoders'] / total['seconds']:.0%} for encoders, "
             f"{total['network'] / total['seconds']:.0%} for the network; "
-            f"encoders busy {min(total['busy'] / total['available'], 1):.0%}"
+            f"encoders busy {min(total['busy'] / total['available'], 1):.0%}{remedy}"
         )
 
 
@@ -201,8 +204,9 @@ class EncodedLoader:
                 return
             asked, (wanted, answer) = time.perf_counter(), flying.popleft()
             for _, following in islice(flying, 1):
-                if ray.wait([following], timeout=0)[0]:  # it comes here while this one is trained on
-                    ray.wait(_answer(following)[0], timeout=0)
+                with suppress(UsageError):  # until it is its turn
+                    if ray.wait([following], timeout=0)[0]:  # it comes here while this one is trained on
+                        ray.wait(_answer(following)[0], timeout=0)
             (reference,), busy, self.num_encoders = _answer(answer, "a batch")
             ready = time.perf_counter()
             try:
@@ -217,7 +221,7 @@ class EncodedLoader:
                 noted |= {"busy": busy, "available": seconds * self.num_encoders / world_size}
                 self.waits.update(noted)
             self._last = now
-            yield on_tensors(torch.Tensor.pin_memory, batch) if self.pin else batch
+            yield map_conditioning(batch, torch.Tensor.pin_memory) if self.pin else batch
 
 
 def resize(run: str | Path, num_encoders: int) -> None:

@@ -30,6 +30,8 @@ class Ray:
     start_seconds: float = 600
 
     def __post_init__(self) -> None:
+        labels = {name: str(value) for name, value in (self.labels or {}).items()}  # YAML has numbers, and Ray no such
+        object.__setattr__(self, "labels", labels or None)
         counts = [self.num_workers] if isinstance(self.num_workers, int) else list(self.num_workers)
         if len(counts) not in (1, 2) or any(n < 1 for n in counts) or counts != sorted(counts):
             raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import socket
@@ -83,8 +82,6 @@ def _network() -> Iterator[Fact]:
     card = next((name for name, addresses in cards.items() if address in addresses), "no interface")
     yield "network", "host name", f"{host} resolves to {address} of {card}"
     yield from (("network", name, ", ".join(addresses)) for name, addresses in cards.items() if addresses)
-    variables = (variable for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if variable in os.environ)
-    yield from (("network", variable, os.environ[variable]) for variable in variables)
     devices = FABRIC.iterdir() if FABRIC.is_dir() else ()
     drivers = Counter(Path(device, "device/driver").resolve().name for device in devices)
     yield "network", "fabric", ", ".join(f"{count} × {driver}" for driver, count in drivers.items()) or "none"

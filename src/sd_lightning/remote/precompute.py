@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -35,7 +37,6 @@ log = logging.getLogger(__name__)
 _WHO = "launcher=ray"
 _AHEAD = 16
 """Groups of images that are decoded, or being decoded, ahead of each encoder."""
-_REMEDY = "look at the memory and the GPU there; nothing is lost: run precompute again"
 
 
 def reserve(launcher: Ray, root: Location) -> Callable[..., RayWorkers]:
@@ -54,8 +55,10 @@ def reserve(launcher: Ray, root: Location) -> Callable[..., RayWorkers]:
     ray = connect(_WHO, launcher.address, num_cpus=max(cpus, os.cpu_count() or 1))
     if gpus is None:
         gpus = min(ray.cluster_resources().get("GPU", 0), 1)
-    who = f"{_WHO} with {count} workers, and a CPU that decodes,"
-    check_resources(who, {"GPU": count * gpus, "CPU": cpus}, setting="launcher.num_workers")
+    who, each = f"{_WHO} with {count} workers", {"CPU": launcher.cpus_per_worker, "GPU": gpus}
+    check_resources(f"{who}, and a CPU that decodes,", {"CPU": cpus}, setting="launcher.num_workers")
+    wanted = {name: count * number for name, number in each.items()}
+    check_resources(who, wanted, setting="launcher.num_workers", labels=launcher.labels)
     return partial(RayWorkers, launcher=launcher, gpus=gpus, root=root)
 
 
@@ -79,35 +82,32 @@ class RayWorkers:
         """
         import ray
 
-        self._ray, self._launcher = ray, launcher
+        self._ray, self._launcher, self._root = ray, launcher, root
         # References in a tuple are fetched by the processes themselves, after they have looked at their packages.
         self._refs = ray.put((replace(shard, sources={}), texts)), ray.put(replace(shard, encoder=cast(Any, None)))
         actor: Any = ray.remote(
             num_cpus=launcher.cpus_per_worker,
             num_gpus=gpus,
-            label_selector=dict(launcher.labels) if launcher.labels else {},
+            label_selector=dict(launcher.labels or {}),
         )(EncoderActor)
         self._new = partial(actor.remote, partial(_join, os.getcwd(), package_versions()), self._refs)
-        self._actors = [self._new() for _ in range(launcher.worker_range[1])]
-        self._idle, self._deaths = list(range(len(self._actors))), Counter[int]()  # since a file was finished
-        self._running: dict[Any, tuple[int, EncodeTask | TextTask | None]] = {}  # None: the encoder starts again
-        starts = [actor.start.remote(root) for actor in self._actors]
-        _, late = ray.wait(starts, num_returns=len(starts), timeout=launcher.start_seconds)
-        if late:
-            raise UsageError(self._late(f"{len(late)} of {len(starts)} workers have not started"))
+        self._mark = f".tmp-workers-{secrets.token_hex(8)}"
+        """File of the store that shows a worker, whenever it starts, that its store is the driver's."""
+        self._actors, self._machines = dict[int, Any](), dict[int, str]()
+        self._left: Iterator[EncodeTask | TextTask] = iter(())
+        self._idle, self._deaths = list[int](), Counter[int]()  # since a file was finished
+        self._running: dict[Any, tuple[int, EncodeTask | TextTask | None]] = {}  # None: the encoder starts
+        root.create(self._mark, b"")
         try:
-            self._machines = [value_of(ref) for ref in starts]
-        except ray.exceptions.RayError as error:
-            raise UsageError(f"{_failure(error, 'a machine of the cluster')} while it started; {_REMEDY}") from error
-        for machine in set(self._machines):
-            if root.size(f".tmp-{machine}") is None:
-                raise UsageError(
-                    f"{_WHO}: the machine {machine} does not see the folder store={root.url}; expected one that all "
-                    "machines share, under the same path; mount it there, or write store=s3://bucket/folder"
-                )
-            root.delete(f".tmp-{machine}")
-        workers = f"{len(starts)} worker{'s' * (len(starts) > 1)}"
-        address, machines = ray.get_runtime_context().gcs_address, ", ".join(sorted(set(self._machines)))
+            for number in range(launcher.worker_range[1]):
+                self._start(number)
+            while self._running:
+                list(self._results())
+        except BaseException:
+            self.close()
+            raise
+        workers = f"{len(self._actors)} worker{'s' * (len(self._actors) > 1)}"
+        address, machines = ray.get_runtime_context().gcs_address, ", ".join(sorted(set(self._machines.values())))
         print(f"{_WHO}: {workers} of the cluster at {address}, on {machines}", flush=True)
 
     def __call__(self, tasks: Iterable[EncodeTask | TextTask]) -> Iterator[Any]:
@@ -116,66 +116,71 @@ class RayWorkers:
         Raises:
             UsageError: An image or the store is unusable, or an encoder keeps dying.
         """
-        left = iter(tasks)
+        self._left = iter(tasks)
         while True:
-            while self._idle and (task := next(left, None)) is not None:
+            while self._idle and (task := next(self._left, None)) is not None:
                 number = self._idle.pop()
                 self._running[self._actors[number].encode.remote(task)] = number, task
-            is_encoding = any(task is not None for _, task in self._running.values())
-            if self._idle and not is_encoding:
+            if self._idle and self._starting() == len(self._running):
                 return
-            done, _ = self._ray.wait([*self._running], timeout=self._launcher.start_seconds)
-            if not done and not is_encoding:
-                raise UsageError(self._late("no worker has started again"))
-            if not done:
-                log.warning(self._late("no file was finished"))
-            for ref in done:
-                number, task = self._running.pop(ref)
-                try:
-                    value = value_of(ref)
-                except self._ray.exceptions.RayError as error:
-                    left = left if task is None else chain([task], left)
-                    self._replace(number, error)
-                    continue
-                self._idle.append(number)
-                if task is None:
-                    self._machines[number] = value
-                else:
-                    del self._deaths[number]
-                    yield value
+            yield from self._results()
 
     embed = __call__
 
     def close(self) -> None:
         """End the encoders; files that are being encoded are dropped."""
-        for actor in self._actors:
+        for actor in self._actors.values():
             self._ray.kill(actor)
+        with suppress(UsageError):  # users of a bucket may be allowed to delete nothing
+            self._root.delete(self._mark)
+
+    def _results(self) -> Iterator[Any]:
+        """Wait until files are encoded, or encoders have started or died; yield the results of files."""
+        done, _ = self._ray.wait([*self._running], timeout=self._launcher.start_seconds)
+        if not done and self._starting() == len(self._running):
+            raise UsageError(
+                f"{_WHO}: {self._starting()} of {len(self._actors)} workers have not started within "
+                f"launcher.start_seconds={self._launcher.start_seconds:g}; expected free CPUs, one of them to decode, "
+                "and GPUs on machines with launcher.labels; ray status shows what other jobs hold: end them, add "
+                "machines, or write a smaller launcher.num_workers"
+            )
+        for ref in done:
+            number, task = self._running.pop(ref)
+            try:
+                value = value_of(ref)
+            except self._ray.exceptions.RayError as error:
+                self._left = self._left if task is None else chain([task], self._left)
+                self._replace(number, error)
+                continue
+            self._idle.append(number)
+            if task is None:
+                self._machines[number] = value
+            else:
+                del self._deaths[number]
+                yield value
+
+    def _starting(self) -> int:
+        return sum(task is None for _, task in self._running.values())
+
+    def _start(self, number: int) -> None:
+        self._actors[number] = self._new()
+        self._running[self._actors[number].start.remote(self._root, self._mark)] = number, None
 
     def _replace(self, number: int, error: Exception) -> None:
         """Start an encoder again that has died."""
         self._deaths[number] += not getattr(error, "preempted", False)
-        death, most = _failure(error, self._machines[number]), self._launcher.max_failures
+        where = f" on {self._machines.pop(number)}" if number in self._machines else ""
+        cause, most = getattr(error, "cause", error), self._launcher.max_failures
+        reason = " ".join(str(cause).split())[:400]
+        death = f"{_WHO}: a worker{where} failed ({type(cause).__name__}: {reason})"
         if self._deaths[number] > most >= 0:
             raise UsageError(
                 f"{death}, {self._deaths[number]} times without a file done; expected at most launcher.max_failures="
-                f"{most}; {_REMEDY}"
+                f"{most}; look at the memory and the GPU there; nothing is lost: run precompute again"
             )
         log.warning("%s; it is started again", death)
         self._ray.kill(self._actors[number])
-        self._actors[number] = self._new()
-        self._running[self._actors[number].start.remote(None)] = number, None
-
-    def _late(self, event: str) -> str:
-        return (
-            f"{_WHO}: {event} within launcher.start_seconds={self._launcher.start_seconds:g}; expected free CPUs, one "
-            "of them to decode, and GPUs on machines with launcher.labels; ray status shows what other jobs hold: end "
-            "them, add machines, or write a smaller launcher.num_workers"
-        )
-
-
-def _failure(error: Exception, machine: str) -> str:
-    cause = getattr(error, "cause", error)
-    return f"{_WHO}: a worker on {machine} failed ({type(cause).__name__}: {' '.join(str(cause).split())[:400]})"
+        self._start(number)
 
 
 class EncoderActor:
@@ -190,8 +195,8 @@ class EncoderActor:
         """
         self._join, self._refs = join, refs
 
-    def start(self, root: Location | None) -> str:
-        """Leave a file in the folder of the store, if it is given, and return the name of the machine.
+    def start(self, root: Location, mark: str) -> str:
+        """Look for a file in the folder of the store, and return the name of the machine.
 
         Raises:
             UsageError: It cannot work here.
@@ -199,10 +204,15 @@ class EncoderActor:
         self._encoders  # noqa: B018  tells at once what is wrong
         machine = socket.gethostname()
         try:
-            if root is not None:
-                root.create(f".tmp-{machine}", b"")
+            if is_there := root.size(mark) is not None:
+                root.check_writable()
         except UsageError as error:
             raise UsageError(f"{_WHO}: the machine {machine} cannot use the store: {error}") from error
+        if not is_there:
+            raise UsageError(
+                f"{_WHO}: the machine {machine} does not see the folder store={root.url}; expected one that all "
+                "machines share, under the same path; mount it there, or write store=s3://bucket/folder"
+            )
         return machine
 
     def encode(self, task: EncodeTask | TextTask) -> Any:

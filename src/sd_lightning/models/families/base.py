@@ -75,8 +75,11 @@ def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> Conditioning:
 
 
 def map_conditioning(conditioning: Mapping[str, Any], fn: Callable[[Tensor], Any]) -> Conditioning:
-    """Apply ``fn`` to every tensor of a (nested) conditioning dictionary."""
-    return {k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) for k, v in conditioning.items()}
+    """Apply ``fn`` to every tensor of a (nested) conditioning dictionary, or of a batch; keep other values."""
+    return {
+        k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) if isinstance(v, Tensor) else v
+        for k, v in conditioning.items()
+    }
 
 
 def flat_conditioning(conditioning: Mapping[str, Any]) -> dict[str, Tensor]:

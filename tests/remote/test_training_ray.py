@@ -323,7 +323,7 @@ def test_a_worker_that_dies_costs_the_steps_since_the_checkpoint(start: Start, t
     assert weights(tmp_path / "killed") == weights(tmp_path / "local")
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_a_run_in_a_bucket_survives_its_worker(
     start: Start, tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,7 @@ class EncodedLoader:
 
         keys, flying, world_size = iter(self.batch_sampler), deque[tuple[list[Key], Any]](), rank_and_world_size()[1]
         while True:
-            window = max(2, math.ceil(self.ahead * self.num_encoders / world_size))
+            window = 1 + max(2, math.ceil(self.ahead * self.num_encoders / world_size))  # one waits for its turn
             flying.extend((each, self.ask(each)) for each in islice(keys, max(window - len(flying), 0)))
             if not flying:
                 return

@@ -178,7 +178,7 @@ class EncodedLoader:
     num_encoders: int
     """Encoders that live."""
     ahead: int
-    """Batches in flight for each encoder, over all processes."""
+    """Batches in flight for each encoder, over all processes; one more is in flight for each process."""
     pin: bool
     """Whether batches are put into page-locked memory."""
     waits: Counter[str]

@@ -1,7 +1,8 @@
-"""The Ray cluster of the test run."""
+"""The Ray cluster of the test run, and one with nodes that come and go."""
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -23,3 +24,13 @@ def ray(ray_address: str) -> Iterator[object]:
     module = connect("the test", ray_address)
     yield module
     module.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of a head without CPUs, to which a test adds nodes."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield cluster
+    cluster.shutdown()

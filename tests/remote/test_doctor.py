@@ -5,7 +5,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +205,6 @@ def test_ray_with_one_node(ray: Any, ray_address: str, ask: Ask, tmp_path: Path)
     assert not list(tmp_path.iterdir())
     code, text = ask("launcher=ray", f"launcher.address={ray_address}", "+launcher.labels.kind=moon")
     assert code == 2 and "no node of the Ray cluster has them" in text
-
-
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    yield cluster
-    cluster.shutdown()
 
 
 @pytest.mark.full("cluster")

@@ -420,16 +420,6 @@ def test_five_deaths_leave_no_trace_in_the_weights(start: Start, tmp_path: Path,
     assert weights(tmp_path / "killed") == weights(tmp_path / "local")
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    """A Ray cluster of a head without CPUs, to which a test adds nodes."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    yield cluster
-    cluster.shutdown()
-
-
 @pytest.mark.full("cluster")
 def test_a_node_that_leaves_is_replaced(start: Start, tmp_path: Path, cluster: Any) -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]

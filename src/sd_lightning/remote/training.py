@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
     import ray.train
     from ray.train._internal.utils import get_address_and_port
     from ray.train.backend import Backend, BackendConfig
+    from ray.train.v2._internal.execution.callback import ControllerCallback
     from ray.train.v2.api.callback import UserCallback
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -125,6 +127,10 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
 
     class TorchrunConfig(BackendConfig):
         backend_cls = Torchrun
+
+    class Controller(ControllerCallback):
+        def after_controller_start(self, train_run_context: Any) -> None:
+            events.put(("controller", ray.get_runtime_context().current_actor))
 
     class Failures(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -146,7 +152,7 @@ def _trainer(options: Ray, work: Callable[[], None], events: Any, each: Mapping[
             name=f"run-{secrets.token_hex(8)}",  # Ray would go on with the records of a name used before
             storage_path=storage,
             failure_config=FailureConfig(options.max_failures, controller_failure_limit=options.max_failures),
-            callbacks=[Failures()],
+            callbacks=[Failures(), Controller()],  # type: ignore[list-item]  # annotated without Ray's own kind
             worker_runtime_env={
                 "env_vars": {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
             },
@@ -159,8 +165,9 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
 
     Args:
         fit: Returns when all have ended.
-        events: Queue of (``"start"``, (earlier starts, workers)), (``"cause"``, clause), (``"failure"``, clause),
-            (``"code"``, exit code). Workers also tell causes, as others vanish, when Ray changes their number.
+        events: Queue of (``"controller"``, Ray's actor that starts workers), (``"start"``, (earlier starts, workers)),
+            (``"cause"``, clause), (``"failure"``, clause), (``"code"``, exit code). Workers also tell causes, as others
+            vanish, when Ray changes their number.
         stop: Queue that is filled when the run is to stop.
         options: Workers and their number.
         position: Returns from where a new start goes on.
@@ -171,6 +178,7 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
 
     failures: list[Exception] = []
     signals: list[int] = []
+    controller: Any = None
     cause, code, deadline = None, 1, time.monotonic() + options.start_seconds
     is_waiting, has_failed = True, False
 
@@ -200,6 +208,8 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
                     is_waiting = is_waiting or has_failed
                 elif kind == "code":
                     code = value
+                elif kind == "controller":
+                    controller = value
                 else:
                     ended = (has_failed and cause) or "the number of workers changes"
                     cause, deadline, is_waiting, has_failed = None, math.inf, False, False
@@ -220,12 +230,34 @@ def _follow(fit: Callable[[], Any], events: Any, stop: Any, options: Ray, positi
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _abandon(thread, controller, events)
     time.sleep(1.0)  # Ray reads the last lines of workers from files
     if not failures:
         return code
     text = _end(failures[0], cause, options.max_failures)
     log.error("%s: %s; resume=auto goes on %s", _WHO, " ".join(text.split())[:800], position())
     return 1
+
+
+def _abandon(thread: threading.Thread, controller: Any, events: Any) -> None:
+    """End the thread in Ray's ``fit``: one that waits inside Ray while this process ends would crash it.
+
+    Args:
+        thread: It ends with the controller.
+        controller: Ray's actor that starts workers; None while it starts, which it says in ``events``.
+        events: Queue of (kind, value).
+    """
+    import ray
+
+    with suppress(ray.exceptions.RayError):  # the cluster is gone, and the thread ends by itself
+        until = time.monotonic() + 60.0
+        while thread.is_alive() and controller is None and time.monotonic() < until:
+            happened = events.get_nowait_batch(events.size())
+            controller = next((value for kind, value in happened if kind == "controller"), None)
+            thread.join(0.3)
+        if thread.is_alive() and controller is not None:
+            ray.kill(controller)
+    thread.join(10.0)
 
 
 def _end(failure: Exception, cause: str | None, max_failures: int) -> str:

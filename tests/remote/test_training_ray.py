@@ -157,6 +157,16 @@ class Events(queue.Queue):
         return [self.get_nowait() for _ in range(number)]
 
 
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Ray's `fit` is `fit.wait`: it ends when its controller, "controller", is killed."""
+    import ray
+
+    ended = threading.Event()
+    monkeypatch.setattr(ray, "kill", lambda actor: ended.set() if actor == "controller" else None)
+    return ended
+
+
 class TestTheEndIsOneLine:
     @pytest.mark.parametrize(
         ("kind", "line"),
@@ -182,13 +192,15 @@ class TestTheEndIsOneLine:
         (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
         assert re.fullmatch(f"launcher=ray: {line}; resume=auto goes on from step 4", record.getMessage())
 
-    def test_workers_that_get_no_place(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_workers_that_get_no_place(self, fit: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
         begin, events = time.monotonic(), Events()
+        late = threading.Timer(1.5, events.put, [("controller", "controller")])  # it starts, when time is up
+        late.start()
         events.put(("start", (0, 2)))
         events.put(("cause", "rank 1 died"))
         options = Ray(num_workers=2, start_seconds=0.5)
-        assert training._follow(lambda: time.sleep(30), events, Events(), options, lambda: "from step 4") == 1
-        assert time.monotonic() - begin < 10
+        assert training._follow(lambda: fit.wait(60), events, Events(), options, lambda: "from step 4") == 1
+        assert fit.is_set() and 1.5 < time.monotonic() - begin < 30
         assert (
             "rank 1 died; launcher.num_workers=2 got no place within launcher.start_seconds=0.5; ray status shows what "
             "there is; resume=auto goes on from step 4" in caplog.text
@@ -196,15 +208,16 @@ class TestTheEndIsOneLine:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     @pytest.mark.parametrize("has_run", [False, True])
-    def test_a_signal_while_workers_wait_for_a_place(self, has_run: bool, number: int) -> None:
+    def test_a_signal_while_workers_wait_for_a_place(self, has_run: bool, number: int, fit: threading.Event) -> None:
         events = Events()
+        events.put(("controller", "controller"))
         for event in [("start", (0, 2)), ("failure", "rank 1 died")] if has_run else []:
             events.put(event)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
         timer.start()
         begin = time.monotonic()
-        code = training._follow(lambda: time.sleep(30), events, Events(), Ray(num_workers=2), lambda: "from step 4")
-        assert code == 75 and time.monotonic() - begin < 1.2
+        code = training._follow(lambda: fit.wait(60), events, Events(), Ray(num_workers=2), lambda: "from step 4")
+        assert code == 75 and fit.is_set() and time.monotonic() - begin < 1.2
 
 
 @pytest.mark.parametrize(("kind", "line"), [("cause", "the number of workers changes"), ("failure", "rank 1 died")])

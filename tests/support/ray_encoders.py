@@ -26,6 +26,16 @@ class ProcessNoting(MeanEncoder):
         return super().encode_moments(pixel_values)
 
 
+class Accompanied(ProcessNoting):
+    """Encodes nothing before a second process has started, for at most a minute."""
+
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        until = time.monotonic() + 60
+        while len(list(self.folder.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        return super().encode_moments(pixel_values)
+
+
 class Deadly(ProcessNoting):
     """Ends its process."""
 

@@ -129,9 +129,9 @@ def test_ranks_that_start_from_other_checkpoints_of_a_run_that_goes_on_are_refus
 ) -> None:
     first, later = (f"{URL}/checkpoints/step-0000000{step}/pipeline" for step in (4, 6))
     monkeypatch.setattr(restore, "on_rank_zero", lambda _: first)
-    restore.agree_on_base(first)
+    restore.agree_on_pretrained(first)
     with pytest.raises(UsageError) as caught:
-        restore.agree_on_base(later)
+        restore.agree_on_pretrained(later)
     assert f"model.pretrained={later} on " in str(caught.value) and f"{first} on rank 0" in str(caught.value)
     assert str(caught.value).endswith(f"name one of its checkpoints: init_from={URL}/checkpoints/step-00000004")
 

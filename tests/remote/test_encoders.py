@@ -20,7 +20,6 @@ import pytest
 import ray as ray_module
 import torch
 from ray import cloudpickle
-from ray.cluster_utils import Cluster
 
 import small_training as small
 from encoder_jobs import Call, Waiting, digits, fit, waiting_loader
@@ -239,9 +238,8 @@ def test_an_error_of_the_next_batch_comes_after_this_one(ray: Any) -> None:
 
 @pytest.mark.slow
 def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: Any
 ) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
         cluster.wait_for_nodes()
@@ -260,12 +258,11 @@ def test_a_machine_that_leaves_for_ever_does_not_stall_the_batches_sent_to_it(
     finally:
         loaders.close()
         ray_module.shutdown()
-        cluster.shutdown()
 
 
 @pytest.mark.full("cluster")
 def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: Any
 ) -> None:
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
@@ -274,7 +271,6 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
         def __delitem__(self, number: object) -> None:
             """Keep it, though a batch has come."""
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         lost = cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
@@ -297,7 +293,6 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
     finally:
         loaders.close()
         ray_module.shutdown()
-        cluster.shutdown()
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ class Measured(PortableCheckpoint):
     def __init__(self, job: dict[str, Any], base: int) -> None:
         super().__init__(job["run_dir"], every_n_steps=0)
         self.job = job
-        self.before = base
+        self.base = base
         self.found: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -125,8 +125,8 @@ class Measured(PortableCheckpoint):
         self.found["whole"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.found["peak"] = status("VmHWM") - self.before
-        self.found["weights"] = status("VmRSS") - self.before
+        self.found["peak"] = status("VmHWM") - self.base
+        self.found["weights"] = status("VmRSS") - self.base
         shards = training_state(trainer).parameter_shards()
         self.found["own"] = sum(4 * (shard.end - shard.begin) for shard in shards)
         engine = getattr(trainer.strategy, "engine", None)
@@ -144,7 +144,7 @@ class Measured(PortableCheckpoint):
                 moments = {kind: torch.full_like(parameter, 0.5) for kind in ("exp_avg", "exp_avg_sq")}
                 trainer.optimizers[0].state[parameter] = {"step": torch.tensor(1.0), **moments}
         before = begin_peak()
-        self.found["with_moments"] = before - self.before
+        self.found["with_moments"] = before - self.base
         saved = self.save(trainer, pl_module)
         self.found["saving"] = status("VmHWM") - before
         before = begin_peak()
@@ -181,7 +181,7 @@ class MeasuredLora(PortableCheckpoint):
 
     def __init__(self, job: dict[str, Any], base: int) -> None:
         super().__init__(job["run_dir"], every_n_steps=0)
-        self.before = base
+        self.base = base
         self.found: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -190,7 +190,7 @@ class MeasuredLora(PortableCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.found["peak"] = status("VmHWM") - self.before
+        self.found["peak"] = status("VmHWM") - self.base
         engine = getattr(trainer.strategy, "engine", None)
         if engine is None:
             self.found["kept"] = sum(p.nbytes for p in pl_module.unet.parameters())

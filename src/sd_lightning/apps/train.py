@@ -111,8 +111,8 @@ def _run(
         spec = replace(spec, recomputation=recomputation(spec, choice))
     if prepare is not None:
         prepare(spec)
-    base = spec.model.get("pretrained")
-    checkpoints_of(trainer).base = base if far_runs.is_url(base) else None
+    pretrained = spec.model.get("pretrained")
+    checkpoints_of(trainer).pretrained_url = pretrained if far_runs.is_url(pretrained) else None
     datamodule = build_data(spec)
     module = build_module(spec)
     check_parts(trainer, module, datamodule)

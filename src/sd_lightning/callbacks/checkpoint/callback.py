@@ -105,7 +105,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         """The run's folder, locked from before the first step until the fit ends."""
         self.uploads: RunUploads | None = None
         """On rank 0 of a run in a bucket: what uploads its folder."""
-        self.base: str | None = None
+        self.pretrained_url: str | None = None
         """The pipeline in a bucket from which the run started."""
         self.restored: Path | None = None
         """The checkpoint that the last fit resumed."""
@@ -139,7 +139,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             return
         datamodule = restore.check_can_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self.resume = restore.agree_on_checkpoint(trainer, self.resume)
-        restore.agree_on_base(self.base)
+        restore.agree_on_pretrained(self.pretrained_url)
         if not is_overridden("configure_model", pl_module):  # else its networks are built later; `restore` checks them
             self.check_resume(pl_module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0

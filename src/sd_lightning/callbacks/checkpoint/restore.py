@@ -64,20 +64,20 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
     return path
 
 
-def agree_on_base(base: str | None) -> None:
+def agree_on_pretrained(url: str | None) -> None:
     """Raise on all ranks if they have found other weights to start from than rank 0; a collective call.
 
     Args:
-        base: Where this rank has found them.
+        url: Where this rank has found them.
 
     Raises:
         UsageError: Some rank has found others.
     """
-    first = on_rank_zero(lambda: base)
+    first = on_rank_zero(lambda: url)
     with failing_together():
-        if base != first:
+        if url != first:
             raise UsageError(
-                f"model.pretrained={base} on {socket.gethostname()}, and {first} on rank 0: the run of init_from goes "
+                f"model.pretrained={url} on {socket.gethostname()}, and {first} on rank 0: the run of init_from goes "
                 f"on; name one of its checkpoints: init_from={str(first).removesuffix('/pipeline')}"
             )
 

@@ -158,7 +158,9 @@ class RayEncoders(Loaders):
         A collective call.
         """
         total = sum(gathered(self._waits), Counter())
-        remedy = "; raise data.num_encoders" if total["encoders"] > 0.1 * total["seconds"] else ""
+        # Encoders that mostly wait themselves, as between short epochs, are enough.
+        are_too_few = total["encoders"] > 0.1 * total["seconds"] and total["busy"] > 0.5 * total["available"]
+        remedy = "; raise data.num_encoders" if are_too_few else ""
         return (total or None) and (
             f"trainer waited {total['encoders'] / total['seconds']:.0%} for encoders, "
             f"{total['network'] / total['seconds']:.0%} for the network; "

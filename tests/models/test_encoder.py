@@ -18,6 +18,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.tf32 import products_of
 from shaped_data import picture
 from small_models import SMALL_SDXL
@@ -351,7 +352,7 @@ def test_offloaded_encoders_are_pinned_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_of_offloaded_encoders_stays_on_the_gpu(tiny: LatentDiffusion) -> None:
     encoder = LatentEncoder(tiny, offload=True).to(torch.device("cuda"))
     batch = with_tokens(tiny, digits())
-    encoder({k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.items()}, seed=1)
+    encoder(map_conditioning(batch, Tensor.cuda), seed=1)
     assert {p.device.type for network in encoder.networks for p in network.parameters()} == {"cpu"}
 
 

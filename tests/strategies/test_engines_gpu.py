@@ -31,7 +31,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "gemini_auto": {"strategy": "gemini_auto_gpu"},
     "ddp_bf16": {},
 }
-IN_HALF_PRECISION = ("zero2_fp16", "zero3_fp16", "fsdp_bf16", "ddp_bf16")
+IN_HALF_PRECISION = ("zero2_fp16", "zero3_fp16", "fsdp_bf16")
+"""ddp_bf16 is none of them: it rounds gradients alone, which AdamW hardly sees."""
 DRY = ("fsdp_bf16", "gemini_offload_signalled")
 SIGNALLED = ("fsdp_offload", "gemini_offload")
 

@@ -59,7 +59,7 @@ ORIGIN = pytest.StashKey[Any]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
-    parser.addoption("--results", type=Path, help="folder that gets a line of benchmarks/run.py's kind about --part")
+    parser.addoption("--results", type=Path, help="folder that gets a line of benchmarks/run.py's kind about a part")
     parser.addoption("--gpu-part", help="run the `gpu` tests of this part of benchmarks/gpu_check.py, and no others")
     parser.addoption("--gpu-log", type=Path, help="file that gets a line for every `gpu` test when it ends")
     parser.addoption("--gpu-dry", action="store_true", help="on a CPU: the `gpu` tests that take `gpu_accelerator`")
@@ -67,10 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note, before it runs, which commit a part of the full suite proves."""
+    """Note, before it runs, which commit a part of the full suite, or of what needs a GPU, proves."""
     if config.getoption("--part") is not None or config.getoption("--gpu-part") is not None:
         sys.path.insert(0, str(REPO / "benchmarks"))
-    if config.getoption("--part") is not None:
         from lines import Origin
 
         config.stash[ORIGIN] = Origin.now()
@@ -100,14 +99,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"{sum(seconds.values()):.0f} s in {len(seconds)} files")
     for file, duration in seconds.most_common(15):
         terminalreporter.write_line(f"{duration:6.0f} s  {file}")
-    part, results = (terminalreporter.config.getoption(name) for name in ("--part", "--results"))
+    options = ("--part", "--gpu-part", "--results")
+    part, gpu_part, results = (terminalreporter.config.getoption(name) for name in options)
     counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
-    if part and results and any(counts.values()) and "PYTEST_XDIST_WORKER" not in os.environ:
+    if (part or gpu_part) and results and any(counts.values()) and "PYTEST_XDIST_WORKER" not in os.environ:
         from lines import add_line
 
         alone = terminalreporter.config.getoption("markexpr").startswith("full and alone")
         seconds = round(time.time() - START)
-        name = f"test_full_{part}{'_alone' if alone else ''}"
+        name = f"test_full_{part}{'_alone' if alone else ''}" if part else f"test_gpu_{gpu_part}"
         add_line(name, counts | {"seconds": seconds}, results, origin=terminalreporter.config.stash[ORIGIN])
 
 

@@ -152,7 +152,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def run_tests(call: Call, part: str, results: Path, *, dry: bool) -> None:
     """Run the tests of a part."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--gpu-part={part}", "--continue-on-collection-errors"]
-    command += [f"--gpu-log={results / f'tests-{part}.log'}", *["--gpu-dry"] * dry, "-p", "no:cacheprovider"]
+    command += [f"--gpu-log={results / f'tests-{part}.log'}", "-p", "no:cacheprovider"]
+    command.append("--gpu-dry" if dry else f"--results={results}")
     command += [*shlex.split(os.environ.get("PYTEST_ARGS", "")), *files_with_gpu_tests()]
     call.run(f"tests of part {part}", command, {})
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sd_lightning._errors import UsageError
@@ -85,6 +86,19 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     return network, _described(component, network)
 
 
+def fill_shipped_(network: nn.Module, component: Component, folder: Path) -> Component:
+    """Give a network the weights of its names that a folder of the package has, and return its whole record.
+
+    Args:
+        network: Built from its record.
+        component: Its record.
+        folder: Its safetensors files may have more than this network takes.
+    """
+    found = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    network.load_state_dict({name: found[name] for name in network.state_dict()})
+    return _described(component, network.eval())
+
+
 def _check_weights(component: Component, folder: Path, variant: str | None) -> None:
     """Check the headers of the weight files, if there are any: the libraries take them as they are."""
     files = [file for file in indexed_files(folder / component.weights_file, variant=variant) if file.is_file()]
@@ -157,7 +171,8 @@ def defer_network(
     if wrong:
         raise UsageError(_misses(folder, component, wrong))
     unknown = sorted(set(store.keys()) - {keys[name] for name in shapes})
-    unknown = [key for key in unknown if not key.endswith("position_ids")]  # saved by transformers before 4.31
+    # Transformers before 4.31 saved position ids; a pipeline may take a language model without its head.
+    unknown = [key for key in unknown if not key.endswith("position_ids") and not key.startswith("lm_head.")]
     if unknown:
         raise UsageError(
             f"{folder}: the weights hold {_and_more(unknown)}, for which {component.class_name} of this config.json "
@@ -270,7 +285,9 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
     written = component.file_keys(network.state_dict())
-    keys = {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
+    inner = f"{network.base_model_prefix}."  # of the model inside of one with a head
+    known = {name: (f"{inner}{name}", name.removeprefix(inner), name, written[name]) for name in written}
+    keys = {name: key for name, several in known.items() for key in several if key in store}  # the last that is there
     for name, other in getattr(network, "all_tied_weights_keys", {}).items():  # transformers may have saved only one
         if name in keys:
             keys.setdefault(other, keys[name])

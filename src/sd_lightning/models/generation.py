@@ -26,6 +26,7 @@ class SamplingOptions:
 
     num_inference_steps: int = 25
     guidance_scale: float = 7.5
+    """As the model's pipeline counts it: 1 is none, but where guidance is added to the caption's prediction, 0 is."""
     scheduler: str | None = None
     """Scheduler in place of the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
     batch_size: int = 16
@@ -78,11 +79,15 @@ class SamplingOptions:
         Raises:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
+        for name in ("height", "width"):
+            sides = () if (side := getattr(self, name)) is None else (side,)
+            latent_diffusion.check_sizes(*sides, setting=name, who="sampling got ")
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
         self.check_steps(scheduler.config)
+        of_size = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}  # the pipeline knows the number
         try:
             with said_once():
-                scheduler.set_timesteps(self.num_inference_steps)
+                scheduler.set_timesteps(self.num_inference_steps, **of_size)
                 _ = scheduler.timesteps
         except (ValueError, IndexError) as error:
             raise UsageError(

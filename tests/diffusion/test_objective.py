@@ -201,7 +201,7 @@ def test_prepare_is_diffusers_training_step_with_the_samples_own_noise(predictio
 
 
 def test_prepare_for_flow_tells_the_whole_timestep_below_sigma() -> None:
-    batch = prepare(Objective(prediction_type="flow", timestep_sampling="logit_normal"))
+    batch = prepare(Objective(prediction_type="flow", weighting_scheme="logit_normal"))
     noise = draw(Purpose.NOISE, (4, 8, 8))
     torch.testing.assert_close(batch.target, noise - LATENTS)
     sigmas = ((batch.noisy_latents - LATENTS) / batch.target).flatten(1).median(dim=1).values
@@ -232,7 +232,7 @@ def test_a_flow_matching_scheduler_is_told_real_timesteps_of_shifted_noise_level
     [
         Objective(prediction_type="epsilon", snr_gamma=5.0, noise_offset=0.1, input_perturbation=0.1),
         Objective(prediction_type="v_prediction", rescale_betas_zero_snr=True),
-        Objective(prediction_type="flow", timestep_sampling="logit_normal"),
+        Objective(prediction_type="flow", weighting_scheme="logit_normal"),
     ],
     ids=["epsilon", "v_prediction", "flow"],
 )
@@ -277,7 +277,7 @@ def test_uniform_timesteps_cover_the_schedule_from_the_smallest_one_asked_for() 
 def test_logit_normal_timesteps_follow_mean_and_stay_inside() -> None:
     def sampled(mean: float, std: float) -> Tensor:
         return many_timesteps(
-            Objective(prediction_type="epsilon", timestep_sampling="logit_normal", logit_mean=mean, logit_std=std)
+            Objective(prediction_type="epsilon", weighting_scheme="logit_normal", logit_mean=mean, logit_std=std)
         )
 
     for mean in (-1.0, 1.0):
@@ -327,14 +327,14 @@ def test_indices_of_another_batch_size_are_refused() -> None:
     ("fields", "message"),
     [
         ({"prediction_type": "eps"}, "prediction_type='eps'; expected one of epsilon, v_prediction, sample, flow. Set"),
-        ({"timestep_sampling": "cosine"}, "timestep_sampling='cosine'; expected one of uniform, logit_normal"),
+        ({"weighting_scheme": "cosine"}, "weighting_scheme='cosine'; expected one of uniform, logit_normal"),
         ({"noise_offset": -0.1}, "noise_offset=-0.1; expected a number >= 0"),
         ({"input_perturbation": math.nan}, "input_perturbation=nan; expected a number >= 0"),
         ({"snr_gamma": 0.0}, "snr_gamma=0.0; expected a number > 0 or null. Set objective.snr_gamma=5"),
         ({"snr_gamma": math.inf}, "snr_gamma=inf; expected a number > 0"),
-        ({"timestep_sampling": "logit_normal", "logit_std": 0.0}, "logit_std=0.0; expected a number > 0"),
-        ({"timestep_sampling": "logit_normal", "logit_mean": math.inf}, "logit_mean=inf; expected a finite"),
-        ({"logit_mean": 1.0}, "logit_mean=1.0, logit_std=1.0 with timestep_sampling=uniform"),
+        ({"weighting_scheme": "logit_normal", "logit_std": 0.0}, "logit_std=0.0; expected a number > 0"),
+        ({"weighting_scheme": "logit_normal", "logit_mean": math.inf}, "logit_mean=inf; expected a finite"),
+        ({"logit_mean": 1.0}, "logit_mean=1.0, logit_std=1.0 with weighting_scheme=uniform"),
         (
             {"prediction_type": "flow", "snr_gamma": 5.0},
             "snr_gamma=5.0 with prediction_type=flow.*Set objective.snr_gamma=null",
@@ -450,7 +450,7 @@ def test_the_exported_scheduler_samples_what_a_perfect_network_knows(objective: 
 def test_prepare_on_a_gpu_does_not_wait_and_agrees_with_the_cpu() -> None:
     for objective in (
         Objective("epsilon", snr_gamma=5.0, noise_offset=0.1, input_perturbation=0.1),
-        Objective("flow", timestep_sampling="logit_normal"),
+        Objective("flow", weighting_scheme="logit_normal"),
     ):
         schedule = objective.noise_schedule(STABLE_DIFFUSION)
         expected = objective.prepare(LATENTS, seed=3, epoch=1, index=INDEX, schedule=schedule)

@@ -329,6 +329,10 @@ class Family(ABC):
         scale = self.vae_scale_factor(components)
         return int(components["vae"].config.get("latent_channels", 4)), height // scale, width // scale
 
+    def image_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
+        return height * width
+
     @contextmanager
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
         """If ``tiling``, make the VAE decode in overlapping tiles of at most ``TILE`` pixels per side."""

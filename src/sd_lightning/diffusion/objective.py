@@ -150,7 +150,7 @@ class Objective:
         for name, kind in (("prediction_type", PredictionType), ("weighting_scheme", WeightingScheme)):
             choices = get_args(kind)
             if getattr(self, name) not in (*choices, None):
-                raise self._invalid(name, f"one of {', '.join(choices)}, or null", choices[0])
+                raise self._invalid(name, f"one of {', '.join(choices)}", choices[0])
         for name in ("noise_offset", "input_perturbation"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise self._invalid(name, "a number >= 0", "0 (off) or 0.1")
@@ -180,14 +180,16 @@ class Objective:
         is_positive = isinstance(self.shift, int | float) and 0 < self.shift < math.inf
         if self.shift not in (None, "dynamic") and not is_positive:
             raise self._invalid("shift", "a number > 0, dynamic, or null", "null")
-        if self.prediction_type is None and self.weighting_scheme is None:
-            return  # resolve() says which law is used
+        # The model's own prediction type, which resolve() looks up, may be flow with its default law.
+        possible = {self.scheme} | (
+            {"logit_normal"} if self.prediction_type is self.weighting_scheme is None else set()
+        )
         for name, scheme in _LAW_FIELDS.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if value != default and self.scheme != scheme:
+            if value != default and scheme not in possible:
                 raise UsageError(
                     f"Objective got {name}={value} with weighting_scheme={self.scheme}, which does not use it. "
-                    f"Set objective.weighting_scheme={scheme}, or leave objective.{name} at {default}."
+                    f"Set objective.weighting_scheme={scheme}, or objective.{name}={default}."
                 )
         of_flow = {"shift": self.shift, "weighting_scheme": self.scheme if self.scheme in _WEIGHED else None}
         for name, value in of_flow.items():

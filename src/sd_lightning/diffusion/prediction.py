@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.flow_schedule import DynamicShift, FlowSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,27 +155,6 @@ def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1.0 - sigmas) * latents + sigmas * noise
 
 
-def shifted(sigmas: Tensor, shift: float) -> Tensor:
-    """Shift noise levels (B,) in [0, 1] for larger latents (Esser et al. 2024, SD3, 2403.03206, eq. 23)."""
-    return shift * sigmas / (1.0 + (shift - 1.0) * sigmas)
-
-
-@dataclass(frozen=True)
-class FlowSchedule:
-    """Linear noise levels of flow matching."""
-
-    num_train_timesteps: int
-    """T, the timestep of noise level 1."""
-    shift: float = 1.0
-    """Static shift of the noise levels, as in the model's sampler."""
-    whole_timesteps: bool = True
-    """Whether timesteps are sigma * T rounded down to integers, as in diffusers' DPMSolverMultistepScheduler;
-    its flow-matching schedulers use sigma * T itself."""
-
-    def to(self, device: torch.device | str) -> FlowSchedule:
-        return self
-
-
 Schedule = NoiseSchedule | FlowSchedule
 
 
@@ -310,21 +290,18 @@ class Flow(Prediction):
 
     def schedule(self, scheduler_config: Mapping[str, Any]) -> FlowSchedule:
         own = is_flow_matching(scheduler_config)
-        return FlowSchedule(
-            int(scheduler_config.get("num_train_timesteps", 1000)),
-            shift=float(scheduler_config.get("shift", 1.0)) if own else 1.0,
-            whole_timesteps=not own,
-        )
+        shift: float | DynamicShift = float(scheduler_config.get("shift" if own else "flow_shift", 1.0))
+        if own and scheduler_config.get("use_dynamic_shifting"):
+            shift = DynamicShift.from_config(scheduler_config)
+        return FlowSchedule(int(scheduler_config.get("num_train_timesteps", 1000)), shift, whole_timesteps=not own)
 
     def add_noise(self, latents: Tensor, noise: Tensor, positions: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
         assert isinstance(schedule, FlowSchedule)
         sigmas = positions / schedule.num_train_timesteps
-        if schedule.shift != 1.0:
-            sigmas = shifted(sigmas, schedule.shift)
         if schedule.whole_timesteps:
             timesteps = positions.long().clamp_(max=schedule.num_train_timesteps - 1)
         else:
-            timesteps = (sigmas * schedule.num_train_timesteps).float()
+            timesteps = positions.float()
         return flow_interpolate(latents, noise, sigmas.float()), timesteps
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:

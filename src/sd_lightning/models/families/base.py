@@ -367,6 +367,10 @@ class Family(ABC):
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
 
+    def image_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
+        return height * width
+
     @contextmanager
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
         """If ``tiling``, make the VAE decode in overlapping tiles of at most ``TILE`` pixels per side."""

@@ -51,6 +51,9 @@ class ZImage(TransformerFamily):
         feats = self.hidden_states(text_encoders["text_encoder"], ids, mask)[-2]
         return {"cap_feats": feats, "cap_mask": mask.to(feats.dtype)}
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.packing**2
+
     def prompt_embeds(self, conditioning: Conditioning) -> list[Tensor]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
         return [feats[:length] for feats, length in zip(conditioning["cap_feats"], lengths, strict=True)]

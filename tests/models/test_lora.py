@@ -54,7 +54,7 @@ def test_adapters_begin_with_the_same_values_whatever_happened_before() -> None:
     def first_values(seed: int) -> dict[str, Tensor]:
         torch.rand(3)
         model = LatentDiffusion.build("tiny", seed=1)
-        Lora(seed=seed).apply_({"unet": model.denoiser})
+        Lora(seed=seed).of_family(model.family).apply_({"unet": model.denoiser})
         return {key: value for key, value in model.denoiser.state_dict().items() if "lora_A" in key}
 
     first, again, other = first_values(5), first_values(5), first_values(6)
@@ -84,7 +84,8 @@ def test_diffusers_and_we_read_what_was_written(
         for name, network in module.trained_networks().items()
     }
     base.save_pretrained(tmp_path)
-    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    assert module.lora is not None
+    module.lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
     pipeline: Any = base.pipeline()
     pipeline.load_lora_weights(tmp_path)
     assert np.abs(draw(pipeline) - expected).max() < 1e-5
@@ -111,7 +112,8 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     model = module.latent_diffusion
     layers = {"unet": {key: value for key, value in model.denoiser.state_dict().items() if is_adapter(key)}}
     LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path)
-    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    assert module.lora is not None
+    module.lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
     with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):
         LatentDiffusion.from_pretrained(tmp_path)
 

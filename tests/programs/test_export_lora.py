@@ -61,25 +61,27 @@ def newest(run: Path) -> Path:
 
 
 def adapters(kind: str, path: Path) -> dict[str, Tensor]:
-    """The adapters that a checkpoint's state holds, by the keys that diffusers gives them."""
+    """The adapters that a checkpoint's state holds, by the keys that diffusers gives them, alpha / rank in lora_B."""
     prefix = f"{kind}/"
     stored = {k.removeprefix(prefix): v for k, v in small.stored(path).items() if k.startswith(prefix)}
     assert stored and all(".lora_" in key for key in stored)
     return {
-        key.replace(".default.", ".").replace("text_encoder.", "text_encoder.text_model."): value
+        key.replace(".default.", ".").replace("text_encoder.", "text_encoder.text_model."): (
+            value * (ALPHA / RANK) if ".lora_B." in key else value
+        )
         for key, value in stored.items()
     }
 
 
 def merged(kind: str, path: Path, base: Path) -> dict[str, dict[str, Tensor]]:
-    """W + alpha / rank * B A for every adapted layer, from the files of the base and the state of a checkpoint."""
+    """W + (alpha / rank B) A for every adapted layer, from the files of the base and the state of a checkpoint."""
     pairs = adapters(kind, path)
     found = {name: load_file(base / file) for name, file in WEIGHTS.items()}
     for key, down in pairs.items():
         name, _, layer = key.partition(".")
         if layer.endswith(".lora_A.weight"):
             up, weight = pairs[key.replace("lora_A", "lora_B")], layer.replace("lora_A.", "")
-            added = up.double().flatten(1) @ down.double().flatten(1) * ALPHA / RANK
+            added = up.double().flatten(1) @ down.double().flatten(1)
             assert added.abs().max() > 1e-6, "the adapters do something"
             before = found[name][weight]
             found[name][weight] = (before.double() + added.view(before.shape)).float()

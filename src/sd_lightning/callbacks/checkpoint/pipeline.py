@@ -69,7 +69,7 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
     if lora is not None:
         parts["lora.rank"] = lora.rank
         parts["lora.alpha"] = lora.effective_alpha
-        parts["lora.target_modules"] = sorted(lora.target_modules)
+        parts["lora.target_modules"] = sorted(lora.target_modules or ())
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
     parts["learn_token"] = learned_token is not None
     if learned_token is not None:

@@ -27,6 +27,7 @@ from sd_lightning.models.families.single_file import layout_of, model_spec, orig
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
+from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.lora_formats import front_end_tensors
 from sd_lightning.models.pipeline_folder import read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
@@ -42,7 +43,6 @@ Format = Literal["diffusers", "single_file", "ema", "non_ema", "kohya", "comfyui
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 SINGLE_FILE_NAME = "model.safetensors"
-LORA_FILE_NAME = "lora.safetensors"
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
 

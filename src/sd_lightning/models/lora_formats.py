@@ -19,6 +19,8 @@ from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.lora import AdaptedLayer, LoraFile
 from sd_lightning.storage.streamed_tensor import StreamedTensor
 
+FILE_NAME = "lora.safetensors"
+
 Networks = Mapping[str, Mapping[str, StreamedTensor]]
 _Parts = Sequence[tuple[AdaptedLayer | None, int]]
 """The layers that a front end joins, each with its number of outputs; None for one without an adapter."""

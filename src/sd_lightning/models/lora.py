@@ -146,7 +146,11 @@ class Lora:
 
     def _targets(self, network: str) -> Sequence[str]:
         targets: Sequence[str] | None = getattr(self, self._setting(network))
-        assert targets is not None, "settings without targets go through Lora.of_family first"
+        if targets is None:
+            raise UsageError(
+                f"lora got target_modules=None for {network} of no known family; write target_modules=['to_q', 'to_v'], "
+                "or use Lora(…).of_family(model.family)"
+            )
         return targets
 
     def _config(self, name: str, layers: Iterable[str]) -> Any:

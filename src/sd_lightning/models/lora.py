@@ -148,7 +148,7 @@ class Lora:
         targets: Sequence[str] | None = getattr(self, self._setting(network))
         if targets is None:
             raise UsageError(
-                f"lora got target_modules=None for {network} of no known family; write target_modules=['to_q', 'to_v'], "
+                f"lora got target_modules=None for {network} of no known family; write target_modules=['to_q'], "
                 "or use Lora(…).of_family(model.family)"
             )
         return targets

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA
 from sd_lightning.callbacks.checkpoint import pipeline as checkpoint_pipeline
+from sd_lightning.models import loading
 from sd_lightning.models.families import Architecture
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
 from small_models import SMALL_SD2, SMALL_SDXL
@@ -29,6 +30,14 @@ def adapted(architecture: str | Architecture, lora: Lora) -> SDLightningModule:
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
     return module
+
+
+def write(module: SDLightningModule, file: Path) -> None:
+    """Write a module's adapters as a run does."""
+    assert module.lora is not None
+    networks = module.trained_networks()
+    layers = {name: {k: v for k, v in n.state_dict().items() if is_adapter(k)} for name, n in networks.items()}
+    module.lora.write(file, layers, module.latent_diffusion.components)
 
 
 def draw(pipeline: Any) -> np.ndarray:
@@ -54,7 +63,7 @@ def test_adapters_begin_with_the_same_values_whatever_happened_before() -> None:
     def first_values(seed: int) -> dict[str, Tensor]:
         torch.rand(3)
         model = LatentDiffusion.build("tiny", seed=1)
-        Lora(seed=seed).apply_({"unet": model.denoiser})
+        Lora(seed=seed).of_family(model.family).apply_({"unet": model.denoiser})
         return {key: value for key, value in model.denoiser.state_dict().items() if "lora_A" in key}
 
     first, again, other = first_values(5), first_values(5), first_values(6)
@@ -79,12 +88,8 @@ def test_diffusers_and_we_read_what_was_written(
     model = module.latent_diffusion
     expected, base = draw(model.pipeline()), LatentDiffusion.build(architecture, seed=1)
     assert np.abs(expected - draw(base.pipeline())).max() > 0.05, "the adapters do something"
-    layers = {
-        name: {key: value for key, value in network.state_dict().items() if is_adapter(key)}
-        for name, network in module.trained_networks().items()
-    }
     base.save_pretrained(tmp_path)
-    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    write(module, tmp_path / WEIGHTS_NAME)
     pipeline: Any = base.pipeline()
     pipeline.load_lora_weights(tmp_path)
     assert np.abs(draw(pipeline) - expected).max() < 1e-5
@@ -106,14 +111,64 @@ def test_adapters_of_a_layer_without_a_gradient_are_frozen_with_it() -> None:
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
-    lora = Lora()
-    module = adapted("tiny", lora)
-    model = module.latent_diffusion
-    layers = {"unet": {key: value for key, value in model.denoiser.state_dict().items() if is_adapter(key)}}
     LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path)
-    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    write(adapted("tiny", Lora()), tmp_path / WEIGHTS_NAME)
     with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):
         LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_adapters_are_added_to_another_base(tmp_path: Path) -> None:
+    """Trained on one base, drawn with another."""
+    module = adapted("tiny", Lora(rank=3, alpha=4.5))
+    write(module, tmp_path / "lora.safetensors")
+    LatentDiffusion.build("tiny", seed=2).save_pretrained(tmp_path / "turbo")
+    plain = LatentDiffusion.from_pretrained(tmp_path / "turbo")
+    ours = LatentDiffusion.from_pretrained(tmp_path / "turbo", lora=tmp_path / "lora.safetensors", deferred=["unet"])
+    assert not ours.deferred
+    base = LatentDiffusion.build("tiny", seed=1)
+    for name, network in module.trained_networks().items():
+        merged, before = merged_state_dict(network), base.networks[name].state_dict()
+        other, read = plain.networks[name].state_dict(), ours.networks[name].state_dict()
+        assert any(not torch.equal(merged[key], before[key]) for key in merged)
+        assert all(torch.allclose(read[key], other[key] + merged[key] - before[key], atol=1e-6) for key in read)
+
+
+def test_adapters_that_do_not_fit_a_base_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers would leave out adapters of a missing layer without an error."""
+    LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path / "xl")
+    LatentDiffusion.build("tiny").save_pretrained(tmp_path / "tiny")
+    write(adapted("tiny", Lora()), tmp_path / "tiny.safetensors")
+    write(adapted(SMALL_SDXL, Lora(target_modules=["attn1.to_q"])), tmp_path / "xl.safetensors")
+    state = load_file(tmp_path / "tiny.safetensors")
+    deeper = {k.replace("transformer_blocks.0", "transformer_blocks.7"): v for k, v in state.items()}
+    save_file(deeper, tmp_path / "deeper.safetensors")
+    second = {k: v for k, v in load_file(tmp_path / "xl.safetensors").items() if k.startswith("text_encoder_2.")}
+    save_file(second, tmp_path / "second.safetensors")
+    (tmp_path / "text.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr(loading, "load_network", None)
+    for base, file, words in (
+        ("xl", "tiny", r"layers\.0\.self_attn\.k_proj has the shape \(32, 32\), not \(64, 64\)"),
+        ("tiny", "xl", r"layers\.0\.self_attn\.k_proj has the shape \(64, 64\), not \(32, 32\)"),
+        ("tiny", "second", r"the model has no layer text_encoder_2\.text_model\.encoder\.layers\.0"),
+        ("tiny", "deeper", r"the model has no layer unet\..*transformer_blocks\.7\.attn1\.to_k"),
+        ("tiny", "text", "text.safetensors"),
+    ):
+        with pytest.raises(UsageError, match=words) as refused:
+            LatentDiffusion.from_pretrained(tmp_path / base, lora=tmp_path / f"{file}.safetensors")
+        assert f"{file}.safetensors" in str(refused.value)
+
+
+def test_targets_are_those_of_the_family_and_stars_are_numbers() -> None:
+    model = LatentDiffusion.build("tiny", seed=1)
+    assert Lora().of_family(model.family).target_modules == ("to_k", "to_q", "to_v", "to_out.0")
+    assert Lora(target_modules=["to_q"]).of_family(model.family).target_modules == ["to_q"]
+    module = SDLightningModule(model, lora=Lora(target_modules=["down_blocks.*.resnets.0.conv1", "mid_block.*.x"]))
+    names = {key.partition(".lora_")[0] for key, _ in module.unet.named_parameters() if is_adapter(key)}  # type: ignore
+    plain = LatentDiffusion.build("tiny", seed=1).denoiser
+    wanted = {k for k, _ in plain.named_modules() if k.startswith("down_blocks") and k.endswith("resnets.0.conv1")}
+    assert len(wanted) > 1 and names == wanted
 
 
 def train(run_dir: Path, max_steps: int, base: Path, *, resume: Path | None = None, **options: Any) -> Path:

@@ -61,25 +61,27 @@ def newest(run: Path) -> Path:
 
 
 def adapters(kind: str, path: Path) -> dict[str, Tensor]:
-    """The adapters that a checkpoint's state holds, by the keys that diffusers gives them."""
+    """The adapters that a checkpoint's state holds, by the keys that diffusers gives them, alpha / rank in lora_B."""
     prefix = f"{kind}/"
     stored = {k.removeprefix(prefix): v for k, v in small.stored(path).items() if k.startswith(prefix)}
     assert stored and all(".lora_" in key for key in stored)
     return {
-        key.replace(".default.", ".").replace("text_encoder.", "text_encoder.text_model."): value
+        key.replace(".default.", ".").replace("text_encoder.", "text_encoder.text_model."): (
+            value * (ALPHA / RANK) if ".lora_B." in key else value
+        )
         for key, value in stored.items()
     }
 
 
 def merged(kind: str, path: Path, base: Path) -> dict[str, dict[str, Tensor]]:
-    """W + alpha / rank * B A for every adapted layer, from the files of the base and the state of a checkpoint."""
+    """W + (alpha / rank B) A for every adapted layer, from the files of the base and the state of a checkpoint."""
     pairs = adapters(kind, path)
     found = {name: load_file(base / file) for name, file in WEIGHTS.items()}
     for key, down in pairs.items():
         name, _, layer = key.partition(".")
         if layer.endswith(".lora_A.weight"):
             up, weight = pairs[key.replace("lora_A", "lora_B")], layer.replace("lora_A.", "")
-            added = up.double().flatten(1) @ down.double().flatten(1) * ALPHA / RANK
+            added = up.double().flatten(1) @ down.double().flatten(1)
             assert added.abs().max() > 1e-6, "the adapters do something"
             before = found[name][weight]
             found[name][weight] = (before.double() + added.view(before.shape)).float()
@@ -155,6 +157,29 @@ def test_single_file_has_the_adapters_added(cli: Any, run_dir: Path, tmp_path: P
         torch.testing.assert_close(value, expected["text_encoder"][f"text_model.{key}"], atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+def test_front_ends_get_one_file_of_the_adapters(format: str, cli: Any, run_dir: Path, tmp_path: Path) -> None:
+    code, out = cli(f"run={run_dir}", f"format={format}", "dtype=float16", "output_dir=out")
+    assert code == 0 and f"{format}: out/lora.safetensors, at strength 1" in out
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["lora.safetensors"]
+    expected = {}
+    for key, value in adapters("ema", newest(run_dir)).items():
+        name, _, layer = key.partition(".")
+        layer, _, part = layer.partition(".lora_")
+        prefix = f"{'lora_te' if name == 'text_encoder' else 'lora_unet'}_{layer.replace('.', '_')}"
+        expected[f"{prefix}.lora_{'down' if part[0] == 'A' else 'up'}.weight"] = value.half()
+        expected[f"{prefix}.alpha"] = torch.tensor(float(RANK)).half()  # lora_up includes the scale
+    assert small.same(load_file(tmp_path / "out/lora.safetensors"), expected)
+    ours = LatentDiffusion.from_pretrained(newest(run_dir) / "pipeline")
+    (theirs_at := tmp_path / "base").mkdir()
+    shutil.copytree(newest(run_dir) / "pipeline", theirs_at, dirs_exist_ok=True)
+    (theirs_at / WEIGHTS_NAME).unlink()
+    theirs = LatentDiffusion.from_pretrained(theirs_at, lora=tmp_path / "out/lora.safetensors")
+    for name, network in ours.networks.items():
+        for key, value in network.state_dict().items():
+            torch.testing.assert_close(value, theirs.networks[name].state_dict()[key], atol=1e-4, rtol=1e-3)
+
+
 def test_merged_is_what_our_loader_makes_of_the_pipeline(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     assert cli(f"run={run_dir}", "merge_lora=true", "output_dir=out")[0] == 0
     ours, theirs = (LatentDiffusion.from_pretrained(path) for path in (tmp_path / "out", run_dir / "pipeline"))
@@ -184,6 +209,9 @@ def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(cli: Any, run_dir:
     before = set(tmp_path.rglob("*"))
     for arguments, words in (
         ("run=plain merge_lora=true", ["run=plain: got merge_lora=true, but plain has no", "leave merge_lora out"]),
+        ("run=plain format=kohya", ["run=plain: got format=kohya, but plain has no", "leave format out"]),
+        ("run=half format=comfyui", ["lora_A.weight does not fit a layer", "merged or converted"]),
+        ("run=half format=kohya merge_lora=true", ["format=kohya, a file of the adapters alone", "format=single_file"]),
         ("run=silent format=single_file", ["does not tell the scale of the adapters of", "write format=diffusers"]),
         ("run=stable merge_lora=true", ["adapters of unet (they are not plain LoRA)", "write format=diffusers"]),
         ("run=kohya format=single_file", ["lora_unet_conv_in.lora_down.weight does not fit", "write format=diffusers"]),

@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 
 import small_training
-from sd_lightning import LatentDiffusion, generate
+from sd_lightning import LatentDiffusion, export, generate
 from sd_lightning.apps.generate import file_name
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.models.generation import generate as draw
+from sd_lightning.models.lora import Lora
 from sd_lightning.storage import runs
 
 QUICK = ["num_inference_steps=3", "guidance_scale=3"]
@@ -81,6 +82,30 @@ def test_picture_can_be_drawn_again_from_its_metadata(cli: Any, run_dir: Path, t
     cli(f"model.pretrained={settings['model']}", f"prompts=[{settings['prompt']}]", "output_dir=again", *again)
     ours = pictures(tmp_path / "again")
     assert_alike(ours, {"three-seed-5.png": pictures(tmp_path / "first")["three-seed-5.png"]})
+
+
+def test_adapters_of_a_run_are_drawn_with_another_base(
+    cli: Any, call_main: Callable[..., tuple[int, str]], run_dir: Path, tmp_path: Path
+) -> None:
+    lora = Lora(rank=2, alpha=300.0)  # strong, as it is hardly trained
+    saving = small_training.Saving(tmp_path / "lora")
+    small_training.fit(small_training.module(lora=lora), small_training.data(), 3, saving)
+    assert saving.last_saved is not None
+    runs.publish_pipeline(tmp_path / "lora", saving.last_saved)
+    assert call_main(export, "run=lora", "format=kohya", "output_dir=kohya")[0] == 0
+    assert cli(f"run={run_dir}", "prompts=[three]", "output_dir=plain", *QUICK)[0] == 0
+    plain = pictures(tmp_path / "plain")
+    drawn = {}
+    for given in ("lora", "lora/pipeline/pytorch_lora_weights.safetensors", "kohya", "kohya/lora.safetensors"):
+        code, _ = cli(f"run={run_dir}", f"lora={given}", "prompts=[three]", f"output_dir=drawn/{len(drawn)}", *QUICK)
+        assert code == 0
+        drawn[given] = pictures(tmp_path / "drawn" / str(len(drawn)))
+        assert_alike(drawn["lora"], drawn[given])
+    assert max(np.abs(plain[name] - drawn["lora"][name]).max() for name in plain) > 2
+    picture = next((tmp_path / "drawn/0").glob("three*.png"))
+    assert json.loads(Image.open(picture).text["sd_lightning"])["lora"] == "lora"  # type: ignore[attr-defined]
+    code, err = cli(f"run={run_dir}", f"lora={run_dir}", "prompts=[three]", *QUICK)
+    assert code == 2 and "there is no pytorch_lora_weights.safetensors: the run trained no adapters" in err
 
 
 def test_pictures_of_other_prompts_and_settings_are_kept(cli: Any, run_dir: Path, tmp_path: Path) -> None:

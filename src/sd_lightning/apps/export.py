@@ -22,10 +22,13 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
+from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
+from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.lora_formats import front_end_tensors
 from sd_lightning.models.pipeline_folder import read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
 from sd_lightning.storage import atomic, checkpoint, far_runs, runs, streamed_tensor
@@ -36,7 +39,7 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-Format = Literal["diffusers", "single_file", "ema", "non_ema"]
+Format = Literal["diffusers", "single_file", "ema", "non_ema", "kohya", "comfyui"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 SINGLE_FILE_NAME = "model.safetensors"
@@ -53,6 +56,11 @@ class ExportRequest:
     output_dir: str = "exported"
     merge_lora: bool = False
     dtype: Dtype | None = None
+
+    @property
+    def front_end(self) -> FrontEnd | None:
+        """The program that reads the LoRA file, of the formats that write nothing else."""
+        return self.format if self.format in ("kohya", "comfyui") else None
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -106,7 +114,7 @@ def run(cfg: DictConfig) -> int:
     request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
-    write = write_single_file if request.format == "single_file" else write_pipeline
+    write = {"single_file": write_single_file, request.front_end: write_lora}.get(request.format, write_pipeline)
     with ExitStack() as opened:
         model = read_model(source, request, opened)
         with complete_or_absent(output_dir, setting=f"output_dir={request.output_dir}") as folder:
@@ -116,6 +124,8 @@ def run(cfg: DictConfig) -> int:
     if request.format == "single_file":
         file = f"{request.output_dir}/{SINGLE_FILE_NAME}"
         print(f"diffusers: from_single_file('{file}', config='{request.output_dir}/config')")
+    elif request.front_end is not None:
+        print(f"{request.front_end}: {request.output_dir}/{LORA_FILE_NAME}, at strength 1")
     elif model.adapters is not None:
         path = request.output_dir
         print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
@@ -158,10 +168,16 @@ def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) 
     lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
     adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
     model = Model(networks, adapters, word if word.is_file() else None)
-    if request.merge_lora and model.adapters is None:
+    if request.merge_lora and request.front_end:
         raise UsageError(
-            f"run={request.run}: got merge_lora=true, but {source.pipeline} has no {LORA_NAME}: it was trained without "
-            "adapters, or these are merged already; leave merge_lora out"
+            f"run={request.run}: got merge_lora=true with format={request.format}, a file of the adapters alone; leave "
+            "merge_lora out, or write format=single_file for the sum"
+        )
+    if (request.merge_lora or request.front_end) and model.adapters is None:
+        given = f"format={request.format}" if request.front_end else "merge_lora=true"
+        raise UsageError(
+            f"run={request.run}: got {given}, but {source.pipeline} has no {LORA_NAME}: it was trained without "
+            f"adapters, or these are merged already; leave {given.partition('=')[0]} out"
         )
     if request.format in ("ema", "non_ema"):
         model = _chosen(model, source, request, opened)
@@ -267,6 +283,20 @@ def write_single_file(source: ExportSource, model: Model, folder: Path, request:
     _place_parts(source.pipeline, folder / "config", without_weights=index)
     for name, component in components.items():
         write_json(folder / "config" / name / "config.json", component.config)
+
+
+def write_lora(source: ExportSource, model: Model, folder: Path, request: ExportRequest) -> None:
+    """Write the adapters alone, for a front end: one file, and beside it that of a learned word."""
+    assert model.adapters is not None and request.front_end is not None
+    index = read_json(source.pipeline / "model_index.json")
+    family = family_of(index["_class_name"], who=f"run={request.run}")
+    networks = {name: network.tensors for name, network in model.networks.items()}
+    tensors = front_end_tensors(model.adapters, networks, family, request.front_end)
+    _check_space(tensors.values(), request)
+    metadata = {"modelspec.sai_model_spec": "1.0.0", "modelspec.title": Path(request.output_dir).name}
+    write_streamed(folder / LORA_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
+    if model.word is not None:
+        atomic.hard_link(model.word, folder / WORD_NAME)
 
 
 def _with_defaults(component: Component) -> Component:

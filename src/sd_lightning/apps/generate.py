@@ -23,6 +23,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
@@ -65,6 +67,7 @@ class GenerationRequest(SamplingOptions):
     columns: int | None = None
     quantization: Int8 | None = None
     save_to: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.model.pretrained is None):
@@ -148,20 +151,41 @@ def _less_usual(request: GenerationRequest) -> dict[str, Any]:
     """Return the less common settings that a picture depends on, without those at their defaults."""
     given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
+    given["lora"] = request.lora
     given["quantization"] = request.quantization and asdict(request.quantization)
     return {name: value for name, value in given.items() if value}
 
 
 def _load(request: GenerationRequest, device: torch.device) -> LatentDiffusion:
     where, config = request.model, request.quantization
+    lora = None if request.lora is None else find_lora(request.lora)
     # quantize_ reads deferred weights a few rows at a time.
     deferred = [] if config is None else ["all"]
     model = LatentDiffusion.from_pretrained(
-        request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred
+        request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred, lora=lora
     )
     if config is not None and config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")
     return model if config is None else quantize_(model, config)
+
+
+def find_lora(path: str) -> Path:
+    """Return a LoRA file, given itself, a folder with one, or a run that trained one.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = Path(path)
+    candidates = [root, root / LORA_NAME, root / LORA_FILE_NAME]
+    if found := next((file for file in candidates if file.is_file()), None):
+        return found
+    file = runs.find_pipeline(path, who="lora") / LORA_NAME
+    if not file.is_file():
+        raise UsageError(
+            f"lora={path}: there is no {LORA_NAME}: the run trained no adapters, or merged them; give a run of "
+            "trainable=lora merge_lora=false, or a LoRA file"
+        )
+    return file
 
 
 def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:

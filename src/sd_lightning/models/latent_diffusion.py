@@ -64,6 +64,7 @@ class LatentDiffusion(PipelineParts):
         variant: str | None = None,
         vae: str | Path | None = None,
         deferred: Sequence[str] = (),
+        lora: str | Path | None = None,
     ) -> LatentDiffusion:
         """Load a pipeline in the diffusers layout, in the precision that it was saved in, or else in float32.
 
@@ -77,12 +78,14 @@ class LatentDiffusion(PipelineParts):
             deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
                 process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all";
                 names that the pipeline does not have are ignored.
+            lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights.
 
         Raises:
-            UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
+            UsageError: The pipeline does not exist, a part of it is missing or unreadable, or adapters do not fit.
         """
-        name = pretrained_model_name_or_path
-        return cls(**vars(load_parts(name, revision=revision, variant=variant, vae=vae, deferred=deferred)))
+        options: dict[str, Any] = {"revision": revision, "variant": variant, "vae": vae, "deferred": deferred}
+        lora = None if lora is None else Path(lora)
+        return cls(**vars(load_parts(pretrained_model_name_or_path, **options, lora=lora)))
 
     @classmethod
     def describe(

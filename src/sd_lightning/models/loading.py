@@ -130,26 +130,36 @@ def load_parts(
     variant: str | None,
     vae: str | Path | None,
     deferred: Sequence[str],
+    lora: Path | None = None,
 ) -> PipelineParts:
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
-    has_adapters = (root / LORA_NAME).is_file()
+    files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
+    if lora is not None:  # before weights are read
+        check_settings(lora)
+        _check_fits(_from_folder(root, lambda name, part, _: meta_network(part, root / name)), lora, f"lora={lora}")
+        files.append(lora)
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
             return load_network(component, Path(vae))
         if (int8 := stored_int8(root / name)) is not None:
+            if lora is not None:
+                raise UsageError(
+                    f"lora={lora}: the weights of {root} are in int8, to which adapters cannot be added; give the "
+                    "pipeline that it was made from, with quantization=int8"
+                )
             return load_int8_network(component, root / name, int8, family, variant=variant)
-        if name in family.named(deferred) and not has_adapters:
+        if name in family.named(deferred) and not files:
             network, described, weights[name] = defer_network(component, root / name, variant=variant)
             return network, described
         return load_network(component, root / name, variant=variant)
 
     parts = _from_folder(root, load)
     parts.deferred = weights
-    if has_adapters:
-        _merge_adapters(parts, root / LORA_NAME)
+    for file in files:
+        _merge_adapters(parts, file)
     return parts
 
 
@@ -265,6 +275,7 @@ _OF_SCHEDULER: dict[str, tuple[type, ...]] = {
 def _merge_adapters(parts: PipelineParts, file: Path) -> None:
     """Merge the adapters of a LoRA file into the weights."""
     check_settings(file)
+    _check_fits(parts, file, str(file))
     pipeline = parts.pipeline()
     try:
         with no_progress_bar():
@@ -272,10 +283,64 @@ def _merge_adapters(parts: PipelineParts, file: Path) -> None:
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
     except Exception as error:  # values of unexpected types raise anything
-        raise UsageError(
-            f"{file}: these adapters do not fit the model beside them ({first_line(error)}); copy the file again, or "
-            "delete it to load the model without"
-        ) from error
+        raise _misfit(str(file), first_line(error)) from error
+
+
+def _check_fits(parts: PipelineParts, file: Path, who: str) -> None:
+    """Check that every adapter of a file has its layer: diffusers would leave out the others without an error.
+
+    Raises:
+        UsageError: One has none, or one of another shape; the message begins with ``who``.
+    """
+    try:
+        adapters = _read_adapters(parts, file)
+    except Exception as error:  # as above
+        raise _misfit(who, first_line(error)) from error
+    shapes = {
+        f"{name}.{parts.components[name].file_keys([key])[key].removesuffix('.weight')}": tuple(value.shape)
+        for name, network in parts.networks.items()
+        for key, value in network.state_dict().items()
+    }
+    for name, (down, up) in adapters.items():
+        shape = shapes.get(name)
+        if shape is None:
+            raise _misfit(who, f"the model has no layer {name}")
+        if shape[1:] != down[1:] or shape[0] != up[0]:
+            raise _misfit(who, f"{name} has the shape {shape}, not {(up[0], *down[1:])}")
+
+
+def _read_adapters(parts: PipelineParts, file: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the shapes of down and up projection by the name of the layer, as diffusers reads a file of any format."""
+    from diffusers.utils import (
+        convert_state_dict_to_diffusers,
+        convert_state_dict_to_peft,
+        convert_unet_state_dict_to_peft,
+    )
+
+    family = parts.family
+    config = parts.networks[family.denoiser].config
+    where = {"weight_name": file.name, "use_safetensors": True, "unet_config": config}
+    read = family.pipeline_type().lora_state_dict(file.parent, **where)
+    state: dict[str, torch.Tensor] = read[0] if isinstance(read, tuple) else read
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for network in sorted({key.partition(".")[0] for key in state}):
+        own = {key.removeprefix(f"{network}."): v for key, v in state.items() if key.startswith(f"{network}.")}
+        if family.is_text_encoder(network):
+            own = convert_state_dict_to_peft(convert_state_dict_to_diffusers(own))
+        else:
+            own = convert_unet_state_dict_to_peft(own)
+        for key, down in own.items():
+            layer, _, part = key.partition(".lora_A")
+            if part:
+                found[f"{network}.{layer}"] = tuple(down.shape), tuple(own[f"{layer}.lora_B{part}"].shape)
+    return found
+
+
+def _misfit(who: str, why: str) -> UsageError:
+    return UsageError(
+        f"{who}: these adapters do not fit the model ({why}); give adapters of a model of this architecture, copy the "
+        "file again if it is damaged, or load the model without it"
+    )
 
 
 def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers uses."""
 METADATA = "lora_adapter_metadata"
 """Key that diffusers uses for the adapters' settings in the file's header."""
+SCALE = "sd_lightning_lora_scale"
+"""Key of the header: ``alpha / rank`` of the training, which the file's ``lora_B`` include."""
 _ADAPTER = "default"
 _KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
 # Settings of peft that change the merge formula; only plain LoRA is supported here.
@@ -50,8 +52,8 @@ class Lora:
     alpha: float | None = None
     """The adapters' output is scaled by ``alpha / rank``; equals ``rank`` if not given."""
     dropout: float = 0.0
-    target_modules: tuple[str, ...] | list[str] = ("to_k", "to_q", "to_v", "to_out.0")
-    """Name endings of the denoiser's layers that get adapters."""
+    target_modules: tuple[str, ...] | list[str] | None = None
+    """Name endings of the denoiser's layers that get adapters, ``*`` for any number; None for the family's own."""
     text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
     """The same for text encoders, if they are trained."""
     merge: bool = False
@@ -65,6 +67,10 @@ class Lora:
             raise UsageError(f"lora got alpha={self.alpha}; expected a number above 0; write lora.alpha={self.rank}")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"lora got dropout={self.dropout}; expected a number in [0, 1); write lora.dropout=0")
+
+    def of_family(self, family: Family) -> Lora:
+        """Return the settings with the family's targets where none are given."""
+        return self if self.target_modules is not None else replace(self, target_modules=family.lora_targets)
 
     @property
     def effective_alpha(self) -> float:
@@ -81,12 +87,13 @@ class Lora:
 
         for name, network in networks.items():
             self._check_targets(name, network)
+        layers = {name: _layer_names(network) for name, network in networks.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
                 try:
                     with _on_host(network):
-                        inject_adapter_in_model(self._config(name), network, adapter_name=_ADAPTER)
+                        inject_adapter_in_model(self._config(name, layers[name]), network, adapter_name=_ADAPTER)
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
                     raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
@@ -95,7 +102,8 @@ class Lora:
     def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
         """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.
 
-        diffusers' own writer is not used: the order of its metadata changes from call to call.
+        The weights of ``lora_B`` include ``alpha / rank``, so that programs that do not read the metadata (ComfyUI)
+        draw the same. diffusers' own writer is not used: the order of its metadata changes from call to call.
 
         Args:
             file: Path of the file.
@@ -109,15 +117,16 @@ class Lora:
         settings: dict[str, Any] = {}
         for name, adapters in layers.items():
             keys = adapter_keys(name, components[name], adapters)
-            tensors |= {keys[k]: v for k, v in adapters.items()}
-            config = self._config(name).to_dict().items()
-            settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config}
-        metadata = {METADATA: json.dumps(settings, sort_keys=True)}
+            tensors |= {keys[k]: v * self._scale if ".lora_B." in k else v for k, v in adapters.items()}
+            adapted = [key.partition(".lora_")[0] for key in adapters]
+            config = self._config(name, adapted).to_dict() | {"lora_alpha": self.rank}
+            settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
+        metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(self._scale)}
         return write_tensors(file, tensors, metadata=metadata)
 
     def _check_targets(self, name: str, network: nn.Module) -> None:
         """Raise if there is no target, or one is neither linear nor convolutional."""
-        endings = tuple(f".{target}" for target in self._config(name).target_modules)
+        endings = tuple(f".{target}" for target in self._config(name, _layer_names(network)).target_modules)
         # peft wraps a layer that has adapters already.
         targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
@@ -126,7 +135,7 @@ class Lora:
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
             examples = ", ".join(ending for ending in list(dict.fromkeys(linear))[:4] if not ending.isdecimal())
             raise UsageError(
-                f"lora.{setting}={list(getattr(self, setting))}: {wrong[0] if wrong else 'no layer has such a name'}; "
+                f"lora.{setting}={list(self._targets(name))}: {wrong[0] if wrong else 'no layer has such a name'}; "
                 f"expected endings of the names of linear or convolutional layers of {name}, e.g. {examples}"
             )
 
@@ -135,15 +144,42 @@ class Lora:
         """Return the setting that names a network's layers."""
         return "text_encoder_target_modules" if Family.is_text_encoder(network) else "target_modules"
 
-    def _config(self, name: str) -> Any:
+    def _targets(self, network: str) -> Sequence[str]:
+        targets: Sequence[str] | None = getattr(self, self._setting(network))
+        if targets is None:
+            raise UsageError(
+                f"lora got target_modules=None for {network} of no known family; write target_modules=['to_q'], "
+                "or use Lora(…).of_family(model.family)"
+            )
+        return targets
+
+    def _config(self, name: str, layers: Iterable[str]) -> Any:
         from peft import LoraConfig
+
+        targets = [t for target in self._targets(name) for t in _expanded(target, layers)]
 
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            target_modules=list(getattr(self, self._setting(name))),
+            target_modules=targets,
         )
+
+    @property
+    def _scale(self) -> float:
+        return self.effective_alpha / self.rank
+
+
+def _layer_names(network: nn.Module) -> list[str]:
+    return [key for key, _ in network.named_modules() if "base_layer" not in key and not is_adapter(key)]
+
+
+def _expanded(target: str, layers: Iterable[str]) -> list[str]:
+    """Return a target with ``*`` as the names of all layers that it stands for; peft knows no such patterns."""
+    if "*" not in target:
+        return [target]
+    pattern = re.compile(rf"(?:.*\.)?{re.escape(target)}".replace(r"\*", r"\d+"))
+    return sorted({layer for layer in layers if pattern.fullmatch(layer)})
 
 
 @contextmanager
@@ -248,6 +284,17 @@ def check_settings(path: Path) -> None:
             )
 
 
+class AdaptedLayer(NamedTuple):
+    """A layer of a network in files, with its adapter."""
+
+    network: str
+    layer: str
+    weight: StreamedTensor
+    down: StreamedTensor
+    up: StreamedTensor
+    scale: float
+
+
 @dataclass(frozen=True)
 class LoraFile:
     """The LoRA adapters of a pipeline."""
@@ -277,12 +324,13 @@ class LoraFile:
 
     def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
         """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
-        tensors = dict(self.tensors)
+        tensors, scale = dict(self.tensors), float(self.metadata.get(SCALE, 1))
         for name, component in components.items():
             prefix = f"master/{name}."
             live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
             for adapter, key in adapter_keys(name, component, live).items():
-                tensors[key] = store.streamed(prefix + adapter)
+                live_tensor = store.streamed(prefix + adapter)
+                tensors[key] = _scaled(live_tensor, scale) if ".lora_B." in key else live_tensor
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 
     def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:
@@ -295,19 +343,26 @@ class LoraFile:
             UsageError: The adapters are not plain LoRA, or belong to another model.
         """
         found: dict[str, dict[str, StreamedTensor]] = {}
+        for each in self.layers(networks):
+            weight, slices = each.weight, partial(_merged, each)
+            merged = StreamedTensor(weight.dtype, weight.shape, slices)
+            found.setdefault(each.network, {})[f"{each.layer}.weight"] = merged
+        return found
+
+    def layers(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> Iterator[AdaptedLayer]:
+        """Iterate over the layers that have adapters; arguments and errors as for :meth:`merged`."""
         for key in self.tensors:
             match = _KEY.fullmatch(key)
             network, layer = (match["network"], match["layer"]) if match else ("", "")
             weight = networks.get(network, {}).get(f"{layer}.weight")
-            parts = [self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB"]
-            if weight is None or parts[0] is None or parts[1] is None or not _fit(weight, parts[0], parts[1]):
+            down, up = (self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB")
+            if weight is None or down is None or up is None or not _fit(weight, down, up):
                 raise UsageError(
-                    f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged; copy "
-                    "the file again, or write format=diffusers, which keeps it as it is"
+                    f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged or "
+                    "converted; copy the file again, or write format=diffusers, which keeps it as it is"
                 )
-            slices = partial(_merged, weight, parts[0], parts[1], self._scale(network))
-            found.setdefault(network, {})[f"{layer}.weight"] = StreamedTensor(weight.dtype, weight.shape, slices)
-        return found
+            if ".lora_A." in key:
+                yield AdaptedLayer(network, layer, weight, down, up, self._scale(network))
 
     def _scale(self, network: str) -> float:
         try:
@@ -318,7 +373,7 @@ class LoraFile:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise UsageError(
                 f"{self.path}: its metadata does not tell the scale of the adapters of {network} ({error}), so they "
-                "cannot be merged; write format=diffusers, which keeps the file as it is"
+                "cannot be merged or converted; write format=diffusers, which keeps the file as it is"
             ) from error
 
 
@@ -326,5 +381,10 @@ def _fit(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor) -> bo
     return down.shape[1:] == weight.shape[1:] and up.shape[:2] == (weight.shape[0], down.shape[0])
 
 
-def _merged(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor, scale: float) -> Iterator[Tensor]:
-    yield add_adapter(weight.read(), down.read(), up.read(), scale).to(weight.dtype).reshape(-1)
+def _merged(each: AdaptedLayer) -> Iterator[Tensor]:
+    merged = add_adapter(each.weight.read(), each.down.read(), each.up.read(), each.scale)
+    yield merged.to(each.weight.dtype).reshape(-1)
+
+
+def _scaled(tensor: StreamedTensor, scale: float) -> StreamedTensor:
+    return replace(tensor, slices=lambda: (block * scale for block in tensor.slices()))

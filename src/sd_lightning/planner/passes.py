@@ -42,7 +42,7 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
         network.requires_grad_(True).train()
     if run.lora is not None:
         with torch.device("meta"):
-            run.lora.apply_(networks)
+            run.lora.of_family(model.family).apply_(networks)
     if run.train_text_encoder:
         for name, unused in unused_parameters(model).items():
             freeze_unused(networks[name], unused)

@@ -113,7 +113,7 @@ class SDLightningModule(pl.LightningModule):
         )
         self.seed = seed
         self.text_encoder_lr = text_encoder_lr
-        self.lora = lora
+        self.lora = lora and lora.of_family(latent_diffusion.family)
         self.learned_token = learned_token
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
@@ -131,7 +131,7 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got a model with deferred weights of {', '.join(sorted(frozen))}, which it does "
                 "not train; defer trained networks only"
             )
-        choose_trained(latent_diffusion, self.trained_networks(), lora=lora, train_text_encoder=train_text_encoder)
+        choose_trained(latent_diffusion, self.trained_networks(), lora=self.lora, train_text_encoder=train_text_encoder)
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the trained networks by name, in execution order; strategies shard these."""

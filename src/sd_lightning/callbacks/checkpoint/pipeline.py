@@ -69,7 +69,7 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
     if lora is not None:
         parts["lora.rank"] = lora.rank
         parts["lora.alpha"] = lora.effective_alpha
-        parts["lora.target_modules"] = sorted(lora.target_modules)
+        parts["lora.target_modules"] = lora.target_modules and sorted(lora.target_modules)
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
     parts["learn_token"] = learned_token is not None
     if learned_token is not None:
@@ -90,7 +90,8 @@ def check_same_parts(saved: Mapping[str, Any], model: AdaptedModel, path: Path) 
     """
     ours = trained_parts(model)
     for key, value in saved["trained_parts"].items():
-        if ours.get(key) != value:
+        is_open = key in ours and ours[key] is None  # the module, once it is built, has the family's choice
+        if ours.get(key) != value and not is_open:
             raise UsageError(
                 f"resume={path}: {key}={_written(ours.get(key))}, but the checkpoint's run used {key}="
                 f"{_written(value)}, which its weights are trained for; write {key}={_written(value)}, or start a new "

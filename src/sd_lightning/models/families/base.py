@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
+from sd_lightning.models.families.lora_names import LoraNames
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 
 if TYPE_CHECKING:
@@ -230,6 +231,11 @@ class Family(ABC):
     """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
     example_scheduler: str = "DDIMScheduler"
     """A scheduler that the pipeline can sample with, for messages."""
+    lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    """Name endings of the denoiser's layers that get LoRA adapters by default, ``*`` for any number: those of
+    diffusers' DreamBooth script for the family."""
+    lora_names: LoraNames = LoraNames()
+    """Names of these layers in other front ends; the default is that of UNets, for which all accept diffusers'."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
 

@@ -1,0 +1,190 @@
+"""LoRA files for other front ends: every key is one that they read, nothing is missing, and the sum is ours."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel, ZImagePipeline, ZImageTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lora_keys import clip_layers, denoiser_layers, read_changes
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.models.families import Component
+from sd_lightning.models.families.lora_names import FLUX2, Z_IMAGE, FrontEnd, LoraNames
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
+from sd_lightning.models.lora_formats import front_end_tensors
+from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
+from small_models import SMALL_SDXL
+
+RANK, ALPHA = 3, 4.5
+FRONT_ENDS: tuple[FrontEnd, ...] = ("kohya", "comfyui")
+UNET_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.2", "time_emb_proj"]
+FLUX2_TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"]
+"""Of diffusers' `train_dreambooth_lora_flux2_klein.py`."""
+
+
+def flux2() -> nn.Module:
+    return Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2), guidance_embeds=False,
+    )  # fmt: skip
+
+
+def z_image() -> nn.Module:
+    return ZImageTransformer2DModel(
+        dim=32, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=24, axes_dims=[2, 2, 4],
+        axes_lens=[16, 16, 16],
+    )  # fmt: skip
+
+
+TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
+    "flux2": (flux2, FLUX2, FLUX2_TARGETS, Flux2KleinPipeline),
+    "flux2 more": (flux2, FLUX2, ["to_q", "add_v_proj", "to_add_out", "linear_in", "linear_out"], Flux2KleinPipeline),
+    "z_image": (z_image, Z_IMAGE, ["to_k", "to_q", "to_v", "to_out.0"], ZImagePipeline),
+    "z_image more": (z_image, Z_IMAGE, ["to_v", "w1", "w2", "w3"], ZImagePipeline),
+}
+
+
+def randomize(networks: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    """Make the adapters do something, and return them."""
+    torch.manual_seed(0)
+    for network in networks.values():
+        for key, parameter in network.named_parameters():
+            if "lora_B" in key:
+                nn.init.normal_(parameter, std=0.2)
+    return {name: {k: v for k, v in n.state_dict().items() if is_adapter(k)} for name, n in networks.items()}
+
+
+def expected_changes(network: nn.Module) -> dict[str, Tensor]:
+    """What peft adds to the weights of the adapted layers."""
+    adapted = {name: layer for name, layer in network.named_modules() if hasattr(layer, "lora_A")}
+    return {name: layer.get_delta_weight("default").double().flatten(1) for name, layer in adapted.items()}  # type: ignore
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() >= expected.keys(), "an adapter is missing"
+    for name, change in found.items():
+        assert torch.allclose(change, expected.get(name, torch.zeros_like(change)), atol=1e-6, rtol=1e-6), name
+
+
+class Adapted:
+    """A tiny transformer with adapters that do something, and its LoRA file."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        build, names, targets, self.pipeline_class = TRANSFORMERS[name]
+        torch.manual_seed(1)
+        self.network: nn.Module = build()
+        self.before = {key: value.clone() for key, value in self.network.state_dict().items()}
+        lora = Lora(rank=RANK, alpha=ALPHA, target_modules=targets)
+        lora.apply_({"transformer": self.network})
+        layers = randomize({"transformer": self.network})
+        component = Component("diffusers", type(self.network).__name__)
+        lora.write(folder / WEIGHTS_NAME, layers, {"transformer": component})
+        self.file = LoraFile.read(folder / WEIGHTS_NAME)
+        self.base = {"transformer": {key: StreamedTensor.of(value) for key, value in self.before.items()}}
+        self.family: Any = SimpleNamespace(denoiser="transformer", text_encoders=("text_encoder",), lora_names=names)
+
+    def fused_by_diffusers(self, file: Path) -> dict[str, Tensor]:
+        """Return the weights with the adapters of a file, as the family's pipeline reads it."""
+        network = type(self.network)(**self.network.config)  # type: ignore
+        network.load_state_dict(self.before)
+        state, metadata = self.pipeline_class.lora_state_dict(file, use_safetensors=True, return_lora_metadata=True)
+        self.pipeline_class.load_lora_into_transformer(state, network, adapter_name="x", metadata=metadata)
+        network.fuse_lora()
+        network.unload_lora()
+        return {key: value for key, value in network.state_dict().items() if not is_adapter(key)}
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_front_ends_read_all_of_a_transformers_adapters(name: str, front_end: FrontEnd, tmp_path: Path) -> None:
+    adapted = Adapted(name, tmp_path)
+    tensors = front_end_tensors(adapted.file, adapted.base, adapted.family, front_end)
+    write_streamed(tmp_path / "other.safetensors", tensors)
+    written = load_file(tmp_path / "other.safetensors")
+    plain = type(adapted.network)(**adapted.network.config)  # type: ignore
+    found = read_changes(written, "lora_unet_", denoiser_layers(plain, front_end))
+    assert not written, "keys that nothing reads"
+    assert_same(found, expected_changes(adapted.network))
+
+
+@pytest.mark.parametrize("format", ["diffusers", *FRONT_ENDS])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any, tmp_path: Path) -> None:
+    adapted = Adapted(name, tmp_path)
+    file = tmp_path / WEIGHTS_NAME
+    if format != "diffusers":
+        file = tmp_path / "other.safetensors"
+        write_streamed(file, front_end_tensors(adapted.file, adapted.base, adapted.family, format))
+    ours, theirs = merged_state_dict(adapted.network), adapted.fused_by_diffusers(file)
+    assert ours.keys() == theirs.keys()
+    assert any(not torch.equal(ours[key], adapted.before[key]) for key in ours)
+    for key, value in ours.items():
+        assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), key
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux2 more", "z_image", "z_image more"])
+def test_comfyui_draws_diffusers_files_of_transformers_at_their_strength(name: str, tmp_path: Path) -> None:
+    """ComfyUI knows `transformer.<layer of diffusers>`, but not the metadata that hold diffusers' alpha."""
+    adapted = Adapted(name, tmp_path)
+    written = load_file(tmp_path / WEIGHTS_NAME)
+    plain = type(adapted.network)(**adapted.network.config)  # type: ignore
+    known = denoiser_layers(plain, "comfyui")
+    found = {}
+    for key in [key for key in written if ".lora_A." in key]:
+        layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+        assert layer in known
+        down, up = written.pop(key), written.pop(key.replace("lora_A", "lora_B"))
+        found[layer] = up.double() @ down.double()
+    assert not written
+    assert_same(found, expected_changes(adapted.network))
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("architecture", ["tiny", SMALL_SDXL], ids=["sd", "sdxl"])
+def test_front_ends_and_diffusers_read_all_adapters_of_unets_and_clip(
+    architecture: Any, front_end: FrontEnd, tmp_path: Path
+) -> None:
+    lora = Lora(rank=RANK, alpha=ALPHA, target_modules=UNET_TARGETS)
+    module = SDLightningModule(LatentDiffusion.build(architecture, seed=1), train_text_encoder=True, lora=lora)
+    model, base = module.latent_diffusion, LatentDiffusion.build(architecture, seed=1)
+    networks = module.trained_networks()
+    lora.write(tmp_path / WEIGHTS_NAME, randomize(networks), model.components)
+    files: dict[str, dict[str, StreamedTensor]] = {}
+    for name, network in base.networks.items():
+        keys = base.components[name].file_keys(network.state_dict())
+        files[name] = {keys[key]: StreamedTensor.of(value) for key, value in network.state_dict().items()}
+    tensors = front_end_tensors(LoraFile.read(tmp_path / WEIGHTS_NAME), files, model.family, front_end)
+    write_streamed(tmp_path / "other.safetensors", tensors)
+    written = load_file(tmp_path / "other.safetensors")
+    numbered = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+    prefixes = numbered if len(model.family.text_encoders) > 1 else {"text_encoder": "lora_te_"}
+    found = read_changes(written, "lora_unet_", denoiser_layers(base.denoiser, front_end))
+    assert_same(found, expected_changes(model.denoiser))
+    for name, prefix in prefixes.items():
+        found = read_changes(written, prefix, clip_layers(base.networks[name]))
+        assert_same(found, expected_changes(networks[name]))
+    assert not written, "keys that nothing reads"
+
+    pipeline: Any = base.pipeline()
+    pipeline.load_lora_weights(tmp_path, weight_name="other.safetensors")
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    for name, network in networks.items():
+        theirs = getattr(pipeline, name).state_dict()
+        for key, value in merged_state_dict(network).items():
+            assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), f"{name}.{key}"
+
+
+def test_a_layer_without_a_name_is_refused(tmp_path: Path) -> None:
+    adapted = Adapted("flux2", tmp_path)
+    network = flux2()
+    lora = Lora(target_modules=["x_embedder"])
+    lora.apply_({"transformer": network})
+    layers = randomize({"transformer": network})
+    lora.write(tmp_path / WEIGHTS_NAME, layers, {"transformer": Component("diffusers", "Flux2Transformer2DModel")})
+    with pytest.raises(UsageError, match=r"kohya has no name for the adapter of transformer.x_embedder; train without"):
+        front_end_tensors(LoraFile.read(tmp_path / WEIGHTS_NAME), adapted.base, adapted.family, "kohya")

@@ -18,7 +18,8 @@ from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store.files import CHECKS, captions_hash, row_sums, write_groups
 from sd_lightning.data.store.layout import LatentStore
-from sd_lightning.data.store.texts import StoredTexts, TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
+from sd_lightning.data.store.stored_texts import StoredTexts
+from sd_lightning.data.store.texts import TextEncoder, TextJob, Tokenizing, missing_texts, text_kind
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
@@ -54,15 +55,24 @@ def store_of(root: Path) -> LatentStore:
     return LatentStore(open_location(root, key="store"), recipe())
 
 
-def embed(root: Path, scratch: Path, *, encoder: Any = None, dtype: str = "float32") -> int:
-    """Write the text files that are missing; return how many."""
+def embed(
+    root: Path | LatentStore,
+    scratch: Path,
+    *,
+    encoder: Any = None,
+    dtype: str = "float32",
+    per_file: int = 4,
+    **options: Any,
+) -> int:
+    """Encode the captions that are missing; return how many."""
     scratch.mkdir(exist_ok=True)
-    store = store_of(root)
+    store = root if isinstance(root, LatentStore) else store_of(root)
     missing = missing_texts(store, store.generation(), KIND)
-    texts = TextEncoder(encoder or LetterEncoder(), KIND, store.folder, dtype, torch.device("cpu"))
-    for task in text_tasks(store, missing, Tokenizing(tokenize, "bytes"), scratch):
-        texts(task)
-    return len(missing)
+    texts = TextEncoder(encoder or LetterEncoder(), KIND, store.folder, dtype, torch.device("cpu"), **options)
+    job = TextJob(store, KIND, options.get("tokenizing") or Tokenizing(tokenize, "bytes"), scratch, per_file)
+    written = [texts(task).captions for task in job.tasks(missing)]
+    job.place(missing)
+    return sum(written)
 
 
 def is_right(root: Path) -> bool:

@@ -210,6 +210,8 @@ class Family(ABC):
     """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
+    masks_padding: bool = False
+    """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
 

@@ -225,7 +225,7 @@ def test_batches_have_embeddings_instead_of_token_ids(photos: Path, tmp_path: Pa
         assert torch.equal(pooled, encode(plain[f"{prefix}input_ids"])["added"]["pooled"])
 
 
-def test_the_kind_tells_text_encoders_and_tokenizers_apart() -> None:
+def test_the_kind_tells_text_encoders_and_tokenizers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     model, same, other = (LatentDiffusion.build("tiny", seed=seed) for seed in (1, 1, 2))
     kind = text_kind(model)
     assert kind == text_kind(same) != text_kind(other)
@@ -241,7 +241,25 @@ def test_the_kind_tells_text_encoders_and_tokenizers_apart() -> None:
     rules["model"]["merges"].reverse()
     tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(rules))
     assert text_kind(model) == kind
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert text_kind(model) != kind, "another template around captions"
+    tokenizer.chat_template = None
+    assert text_kind(model) == kind
+    with monkeypatch.context() as patch:  # a family with a shorter length than the tokenizer's, or masks
+        tokenize_plain = model.family.tokenize
+        patch.setattr(
+            type(model.family),
+            "tokenize",
+            lambda _, *given: {n: ids[:, :9] for n, ids in tokenize_plain(*given).items()},
+        )
+        model.forget_tokens()
+        assert text_kind(model) != kind
+    model.forget_tokens()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.family), "masks_padding", True)
+        assert text_kind(model) != kind, "files without padding"
     tokenizer.model_max_length = 7
+    model.forget_tokens()
     assert text_kind(model) != kind
 
 

@@ -210,6 +210,8 @@ class Family(ABC):
     """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
+    trains_text_encoders: bool = True
+    """Whether text encoders may be trained; chat models are too large, and made for more than captions."""
     masks_padding: bool = False
     """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False

@@ -203,7 +203,7 @@ class LatentEncoder:
         numbers = torch.cat(list(input_ids.values()), dim=1).cpu().numpy()
         keys = [row.tobytes() for row in numbers]
         used = {key: self._captions[key] for key in keys if key in self._captions}
-        unknown = {key: i for i, key in reversed([*enumerate(keys)]) if key not in used}
+        unknown = {key: keys.index(key) for key in keys if key not in used}
         if unknown:
             rows = list(unknown.values())
             made = self._encode_captions({name: ids[rows] for name, ids in input_ids.items()})

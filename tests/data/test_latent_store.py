@@ -16,7 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store import job
 from sd_lightning.data.store.files import StoreFile
-from sd_lightning.data.store.index import ROW, HashTable, ImageIndex, rows_of
+from sd_lightning.data.store.index import ROW, HashTable, RowIndex, rows_of
 from sd_lightning.data.store.job import rows_per_file
 from sd_lightning.data.store.layout import LATENTS, LatentStore, Recipe, network_hash, path_of, recipes
 from sd_lightning.data.store.texts import Tokenizing
@@ -489,14 +489,14 @@ class TestHashTable:
         assert (HashTable(tmp_path / "table", []).find(np.zeros((3, 16), np.uint8))[0] == -1).all()
 
 
-class TestImageIndex:
+class TestRowIndex:
     def test_of_two_files_with_an_image_the_smaller_name_counts_and_few_tables_stay(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))
         folder = next((tmp_path / "store").rglob("latents"))
         smallest = min(folder.iterdir())
         shutil.copy(smallest, folder / f"{'0' * 32}.safetensors")
         store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
-        images = ImageIndex(store, store.present(LATENTS), tmp_path, used={smallest.stem})
+        images = RowIndex(store, store.present(LATENTS), tmp_path, used={smallest.stem})
         for number in range(20):  # portions of two images
             hashes = np.full((2, 16), number, np.uint8)
             hashes[1, 0] = 255

@@ -1,6 +1,8 @@
 """Frozen encoders: outside the trained module, exact whatever surrounds them, and the same cached or on the fly."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ from host_waits import DEVICE, HostWaits
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.models.components import load_network
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.families import Component
 from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.tf32 import products_of
 from shaped_data import picture
@@ -401,3 +405,63 @@ def test_tf32_is_switched_off_beside_torchs_newer_settings_too() -> None:
         assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", before[1])
     finally:
         matmul.fp32_precision, conv.fp32_precision = before
+
+
+def test_cached_captions_take_no_more_than_their_bytes_and_the_oldest_go_first(
+    tiny: LatentDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = LatentEncoder(tiny, offload=True).to(torch.device("cpu"))
+    captions = [f"a handwritten {i}" for i in range(5)]
+    right = encoder.embed(tiny.tokenize(captions))
+    row = sum(each[0].nbytes for each in tensors(right))
+    encoder = LatentEncoder(tiny, offload=True).to(torch.device("cpu"))
+    monkeypatch.setattr(encoder_module, "_CACHE_BYTES", 3 * row)
+    encoded: list[int] = []
+    embed = tiny.family.embed
+    monkeypatch.setattr(
+        tiny.family, "embed", lambda parts, ids: (encoded.append(len(ids["text_encoder"])), embed(parts, ids))[1]
+    )
+    for wanted, new in (([0, 1, 2], 3), ([0], 0), ([3], 1), ([0, 2, 3], 0), ([1], 1), ([0, 1, 2, 3, 4, 4], 2)):
+        encoded.clear()
+        found = encoder.embed(tiny.tokenize([captions[i] for i in wanted]))
+        assert sum(encoded) == new, wanted
+        for ours, theirs in zip(tensors(found), tensors(right), strict=True):
+            assert torch.allclose(ours, theirs[wanted], atol=1e-5)
+        assert sum(each.nbytes for kept in encoder._captions.values() for each in tensors(kept)) <= 3 * row
+        assert encoder._cached_bytes == row * len(encoder._captions)
+
+
+def test_language_models_are_never_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read as they were saved and cast a weight at a time; rotary frequencies keep their precision."""
+    component = Component(
+        "transformers",
+        "Qwen3Model",
+        {"vocab_size": 64, "hidden_size": 3072, "intermediate_size": 3072, "num_hidden_layers": 1, "head_dim": 64}
+        | {"num_attention_heads": 48, "num_key_value_heads": 48},
+    )  # weights of more than 32 MB in float32: the C library gives freed ones back at once
+    saved = component.instantiate(seed=0).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "text_encoder")  # type: ignore[operator]
+    num_bytes = sum(each.nbytes for each in saved.parameters())
+
+    def peak(work: Callable[[], Any]) -> tuple[Any, int]:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = int(re.search(r"VmRSS:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+        found = work()
+        after = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+        return found, (after - before) * 1024
+
+    (read, _), took = peak(lambda: load_network(component, tmp_path / "text_encoder", as_saved=True))
+    assert {each.dtype for each in read.parameters()} == {torch.bfloat16} and num_bytes > 1e8
+    assert took < 1.5 * num_bytes, "in float32 alone it is twice as much"
+    whole, _ = load_network(component, tmp_path / "text_encoder")
+    assert {each.dtype for each in whole.parameters()} == {torch.float32}
+    model = LatentDiffusion.build("tiny")
+    model.networks["text_encoder"] = whole
+    encoder = LatentEncoder(model, dtype="bfloat16")
+    _, took = peak(lambda: encoder.to(torch.device("cpu")))
+    assert took < 0.5 * num_bytes, "a weight at a time"
+    for ours, theirs in zip(whole.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert whole.rotary_emb.inv_freq.dtype == torch.float32
+    plain = component.instantiate(seed=0)
+    assert torch.equal(whole.rotary_emb.inv_freq, plain.rotary_emb.inv_freq)  # type: ignore[union-attr]

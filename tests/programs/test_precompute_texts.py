@@ -3,17 +3,43 @@
 import csv
 import functools
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sd_lightning import precompute, train
+from sd_lightning.apps.precompute import predicted_texts
+from sd_lightning.data.source import Source
+from sd_lightning.data.store.texts import TextEncoder, Tokenizing
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
+from sd_lightning.storage.object_store import open_location
+from small_store import tokenize
+
+
+class PlainEncoder:
+    def embed(self, input_ids: Any) -> dict[str, Any]:
+        return {"hidden": input_ids["text_encoder"][:, :, None].expand(-1, -1, 8).float()}
+
+
+class Captions:
+    """A source of captions alone."""
+
+    def __init__(self, captions: list[list[str]]) -> None:
+        self.all = captions
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def captions(self, index: int) -> list[str]:
+        return self.all[index]
+
 
 SMALL = ["trainer.max_steps=4", "data.batch_size=8", "data.num_workers=0", "callbacks.samples=null", "logger=csv"]
 
@@ -64,9 +90,11 @@ def test_training_on_embeddings_is_training_on_captions(
 
     code, out = cli(*command, "text=true")
     assert code == 0, out
-    assert "20 kept, 0 added" in out and "texts: 21 captions encoded" in out
-    assert "2048 bytes of text embeddings for each caption: at most 4.1e-05 GB more" in out
-    assert "texts: 0 captions encoded" in cli(*command, "text=true")[1]
+    assert "20 kept, 0 added" in out and "texts: 21 different captions encoded" in out
+    assert "2048 bytes of text embeddings for each of 21 different captions: 4.3e-05 GB more" in out
+    size = sum(map(len, texts(tmp_path / "latents").values()))
+    assert 21 * 2048 < size < 21 * 2048 * 1.3
+    assert "texts: 0 different captions encoded" in cli(*command, "text=true")[1]
 
     caplog.clear()
     with monkeypatch.context() as patch:
@@ -91,10 +119,12 @@ def test_several_workers_write_the_same_embeddings_as_one(cli: Any, tmp_path: Pa
 
 
 def test_prune_deletes_the_embeddings_of_one_model_when_told_to(cli: Any, tmp_path: Path) -> None:
-    assert cli(*DATA, "store=latents", "workers=1", "text=true")[0] == 0
+    command = [*DATA, "store=latents", "workers=1", "text=true", "shard_mb=0.005"]
+    assert cli(*command)[0] == 0
     kind = next((tmp_path / "latents").rglob("texts/*"))
     other = kind.with_name("t0123")
     shutil.copytree(kind, other)
+    shutil.copytree(kind.parents[1] / "places" / kind.name, kind.parents[1] / "places" / other.name)
     before = texts(tmp_path / "latents")
     code, out = cli("prune", "store=latents")
     assert code == 0 and out.endswith("0 MB would be freed\n")
@@ -109,9 +139,14 @@ def test_prune_deletes_the_embeddings_of_one_model_when_told_to(cli: Any, tmp_pa
         assert (code == 0) == (count == 1) and ("0 kinds of text embeddings begin; expected one of" in out) == (
             not count
         )
-    next(kind.iterdir()).unlink()
+    assert {path.parent.name for path in (tmp_path / "latents").rglob("places/*/*")} == {kind.name}
+    text = next(kind.iterdir())
+    text.write_bytes(text.read_bytes()[:-9])
+    assert cli("verify", "store=latents", "dry_run=false")[0] == 1 and not text.exists()
     code, out = cli("verify", "store=latents")
-    assert code == 0 and f"{kind.name}: 1 files of text embeddings are not there, so training encodes" in out
+    assert code == 0 and re.search(f"{kind.name}: the captions of [12] sample files have no embeddings, so", out)
+    assert re.search(r"texts: [1-4] different captions encoded", cli(*command)[1])
+    assert cli("verify", "store=latents") == (0, "latents: all files are what was written\n")
 
 
 def test_settings_of_another_action_are_refused(cli: Any) -> None:
@@ -123,3 +158,44 @@ def test_settings_of_another_action_are_refused(cli: Any) -> None:
     ):
         code, error = cli(*given)
         assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and words in error, error
+
+
+def test_the_size_is_said_first_and_what_does_not_fit_is_refused(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    for i in range(20):
+        (tmp_path / f"photos/{i:02}.txt").write_text(f"class {i % 2}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=23_000))
+    code, out = cli(*DATA, "store=latents", "workers=1", "text=true")
+    assert (
+        code == 2
+        and "needs 0.00 GB for latents and text embeddings, but " in out
+        and "or text=false (training then" in out
+    )
+    assert not list((tmp_path / "latents").rglob("*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=24_000))
+    code, out = cli(*DATA, "store=latents", "workers=1", "text=true")
+    assert code == 0 and "for each of 3 different captions: 3.07e-06 GB more" in out
+    assert "2.36e-05 GB for latents and text embeddings, 2.4e-05 GB free" in out, out
+    assert "3.07e-06 GB for text embeddings of 3 captions" in out and "3 different captions encoded" in out
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    code, out = cli(*DATA, "store=latents", "workers=1", "text=true")
+    assert code == 0, "all is there already"
+
+
+@pytest.mark.parametrize(
+    ("count", "repeats", "least", "most"), [(4000, 1, 3000, 4001), (4000, 400, 9, 13), (900, 1, 901, 901)]
+)
+def test_different_captions_are_counted_from_some_samples(
+    count: int, repeats: int, least: int, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captions = [[f"caption {i // repeats}"] for i in range(count)]
+    folder = open_location("store", key="store")
+    encoder = TextEncoder(PlainEncoder(), "texts/t0", folder, "float16", torch.device("cpu"))  # type: ignore[arg-type]
+    found = predicted_texts(encoder, Tokenizing(tokenize, ""), [cast(Source, Captions(captions))], 1000)
+    assert found.bytes_per_caption == 128 and least <= found.num_bytes / 128 <= most
+    said = capsys.readouterr().out
+    assert ("about" in said) == (count > 1000) and ("text=false training encodes captions itself" in said) == (
+        repeats == 1
+    )

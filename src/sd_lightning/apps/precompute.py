@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -25,12 +27,20 @@ from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
-from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Recipe, network_hash, recipes
-from sd_lightning.data.store.texts import TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
+from sd_lightning.data.store.layout import DTYPES, LATENTS, Generation, LatentStore, Recipe, network_hash, recipes
+from sd_lightning.data.store.texts import (
+    TextEncoder,
+    TextJob,
+    Tokenizing,
+    captions_per_file,
+    missing_texts,
+    text_kind,
+)
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.remote.launchers import Ray
 from sd_lightning.remote.precompute import reserve
+from sd_lightning.storage.atomic import check_free_space
 from sd_lightning.storage.object_store import open_location
 
 if TYPE_CHECKING:
@@ -42,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _COUNTED = 1000
 """Samples whose captions are counted for the prediction of the embeddings' size."""
+_LARGE = 10
+"""How many times as large as latents text embeddings are when encoding captions in training is advised."""
 _ONLY_FOR = {
     "text": ("encode", False),
     "launcher": ("encode", "local"),
@@ -204,10 +216,15 @@ def encode(
         f"{store.folder.url} ({store.recipe.description()})",
         flush=True,
     )
+    need = max(total * bytes_per_image - sum(store.present(LATENTS).values()), 0)
     text_encoder = None
     if kind is not None:
-        text_encoder = TextEncoder(encoder, kind, store.folder, store.recipe.dtype, device)
-        print(_predicted_texts(text_encoder, tokenizing, sources.values()), flush=True)
+        masks = model.family.masks_padding
+        text_encoder = TextEncoder(encoder, kind, store.folder, store.recipe.dtype, device, masks_padding=masks)
+        texts_size = predicted_texts(text_encoder, tokenizing, sources.values(), total * bytes_per_image)
+        need += max(texts_size.num_bytes - sum(store.present(kind).values()), 0)
+        captions_in_file, text_encoder.group = captions_per_file(texts_size.bytes_per_caption, settings.shard_mb)
+    check_space(store, need, "latents" if kind is None else "latents and text embeddings")
     progress = StageProgress(total)
     bad = datamodule.bad
     if (workers > 1 or cluster is not None) and device.type == "cuda":
@@ -230,14 +247,18 @@ def encode(
             generation = job.update(sources)
             if text_encoder is not None:
                 missing = missing_texts(store, generation, text_encoder.kind)
-                tasks = text_tasks(store, missing, tokenizing, Path(scratch))
-                texts = list(progress.watch_texts(len(missing), runner.embed(tasks)))
+                texts_job = TextJob(store, text_encoder.kind, tokenizing, Path(scratch), captions_in_file)
+                new = sum(map(len, texts_job.new(missing)))
+                check_space(store, int(new * texts_size.bytes_per_caption), f"text embeddings of {new} captions")
+                tasks = runner.embed(texts_job.tasks(missing))
+                texts = list(progress.watch_texts(-(-new // captions_in_file), tasks))
+                texts_job.place(missing)
     finally:
         runner.close()
     print_result(job, generation, bad, progress, time.monotonic() - begin)
     if text_encoder is not None:
         captions, size = (sum(getattr(each, name) for each in texts) for name in ("captions", "size"))
-        print(f"texts: {captions} captions encoded, {size / 1e6:.3g} MB written in {len(missing)} files")
+        print(f"texts: {captions} different captions encoded, {size / 1e6:.3g} MB written in {len(texts)} files")
     which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
     print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
@@ -271,20 +292,64 @@ def _bytes_per_image(shard: ShardEncoder) -> int:
     return encoded[0].numel() * DTYPES[recipe.dtype].itemsize * recipe.variants
 
 
-def _predicted_texts(encoder: TextEncoder, tokenizing: Tokenizing, sources: Iterable[Source]) -> str:
-    """Return how large the embeddings will be; one caption is encoded, and those of some samples are counted."""
-    row_bytes = sum(each.nbytes for each in encoder.embed(tokenizing.tokenize([""])).values())
-    total, count, is_exact = 0.0, 0, True
+@dataclass(frozen=True)
+class TextsSize:
+    """How large text embeddings will be."""
+
+    bytes_per_caption: float
+    """Exact, or an estimate from some captions where padding is not stored."""
+    num_bytes: int
+
+
+def predicted_texts(
+    encoder: TextEncoder, tokenizing: Tokenizing, sources: Iterable[Source], latents_bytes: int
+) -> TextsSize:
+    """Print and return how large the embeddings will be: one caption is encoded, those of some samples are looked at.
+
+    Of many samples some are drawn. How many different captions there are follows from those that were seen once and
+    twice (Chao 1984, "Nonparametric estimation of the number of classes in a population", bias-corrected).
+    """
+    seen, total, is_exact = Counter[str](), 0.0, True
     for source in sources:
-        looked = range(0, len(source), -(-len(source) // _COUNTED) or 1)
-        captions = 0
-        for index in looked:
+        indices = random.Random(0).sample(range(len(source)), min(len(source), _COUNTED))
+        before = seen.total()
+        for index in indices:
             with suppress(BadSample):
-                captions += len(source.captions(index))
-        total += captions * len(source) / max(len(looked), 1)
-        count, is_exact = count + len(source), is_exact and len(looked) == len(source)
-    most = "at most" if is_exact else f"about, with {total / max(count, 1):.3g} captions per image,"
-    return (
-        f"text=true: {row_bytes} bytes of text embeddings for each caption: {most} {total * row_bytes / 1e9:.3g} "
-        f"GB more in {encoder.folder.url}/{encoder.kind}"
+                seen.update(source.captions(index))
+        total += (seen.total() - before) * len(source) / max(len(indices), 1)
+        is_exact = is_exact and len(indices) == len(source)
+    times = Counter(seen.values())
+    unseen = 0.0 if is_exact else times[1] * (times[1] - 1) / (2 * (times[2] + 1))
+    count = int(min(len(seen.keys() | {""}) + unseen, total + 1))
+    row_bytes = float(sum(each.nbytes for each in encoder.embed(tokenizing.tokenize([""])).values()))
+    if encoder.masks_padding:
+        row_bytes = encoder.stored_bytes(tokenizing.tokenize(list(seen)[:_COUNTED]))
+    num_bytes, about = int(count * row_bytes), "" if is_exact else "about "
+    each = f"{'about ' * encoder.masks_padding}{row_bytes:.0f} bytes of text embeddings"
+    larger = num_bytes / max(latents_bytes, 1)
+    advice = (
+        f", {larger:.3g} times the latents: with text=false training encodes captions itself, and the store stays small"
+        if larger > _LARGE
+        else ""
     )
+    print(
+        f"text=true: {each} for each of {about}{count} different captions: {about}{num_bytes / 1e9:.3g} GB more in "
+        f"{encoder.folder.url}/{encoder.kind}{advice}",
+        flush=True,
+    )
+    return TextsSize(row_bytes, num_bytes)
+
+
+def check_space(store: LatentStore, need_bytes: int, purpose: str) -> None:
+    """Raise a ``UsageError`` if the disk of a store has too little space; of object stores nothing is known."""
+    folder = store.folder.path("")
+    if folder is not None:
+        free_bytes = check_free_space(
+            folder,
+            need_bytes,
+            f"precompute store={store.root.url}",
+            purpose=purpose,
+            remedy="free space, choose a store on another disk, or write latents=draw, dtype=float16 or text=false "
+            "(training then encodes captions itself); what is in the store stays",
+        )
+        print(f"{need_bytes / 1e9:.3g} GB for {purpose}, {free_bytes / 1e9:.3g} GB free", flush=True)

@@ -89,8 +89,8 @@ def _print_incomplete(store: LatentStore) -> None:
     for kind in text_kinds(store):
         if lacking := len(missing_texts(store, generation, kind)):
             print(
-                f"{store.folder.url}/{kind}: {lacking} files of text embeddings are not there, so "
-                "training encodes captions itself; run precompute with text=true and the same model, or delete all "
+                f"{store.folder.url}/{kind}: the captions of {lacking} sample files have no embeddings, so training "
+                "encodes captions itself; run precompute with text=true and the same model, or delete all "
                 f"of this kind with precompute prune drop_texts={kind.removeprefix(f'{TEXTS}/')}"
             )
 

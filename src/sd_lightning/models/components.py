@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,13 +54,17 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
         ) from error
 
 
-def load_network(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
+def load_network(
+    component: Component, folder: Path, *, variant: str | None = None, as_saved: bool = False
+) -> tuple[nn.Module, Component]:
     """Load one network in float32 from safetensors and return it with its record (class and configuration).
 
     Args:
         component: The network's library and class.
         folder: Folder of its files, or a repository id of the hub.
         variant: File variant.
+        as_saved: Load a network in the precision of its largest saved weight instead: a chat model that is never
+            trained has no use for float32.
 
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.
@@ -71,7 +76,8 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
         cls = component.load_class()
         if folder.is_dir():
             check_part(folder)
-            _check_weights(component, folder, variant)
+            saved = _check_weights(component, folder, variant)
+            options["torch_dtype"] = saved if as_saved else torch.float32
         else:  # a repository of the hub
             check_config(cls.load_config(folder), str(folder))
         with no_progress_bar():
@@ -99,12 +105,18 @@ def fill_shipped_(network: nn.Module, component: Component, folder: Path) -> Com
     return _described(component, network.eval())
 
 
-def _check_weights(component: Component, folder: Path, variant: str | None) -> None:
-    """Check the headers of the weight files, if there are any: the libraries take them as they are."""
+def _check_weights(component: Component, folder: Path, variant: str | None) -> torch.dtype:
+    """Check the headers of the weight files, if there are any, and return the dtype of the largest weight.
+
+    The libraries take them as they are.
+    """
     files = [file for file in indexed_files(folder / component.weights_file, variant=variant) if file.is_file()]
-    dtypes = {name: tensor.dtype for file in files for name, tensor in tensors_in(file).items()}
+    tensors = {name: tensor for file in files for name, tensor in tensors_in(file).items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     if QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
         refuse_int8(folder, dtypes)
+    largest = max(tensors, key=lambda name: math.prod(tensors[name].shape), default=None)
+    return torch.float32 if largest is None else dtypes[largest]
 
 
 @contextlib.contextmanager

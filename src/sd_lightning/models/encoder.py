@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import Batch, Conditioning, join_conditioning, map_conditioning
+from sd_lightning.models.families.base import (
+    Batch,
+    Conditioning,
+    flat_conditioning,
+    join_conditioning,
+    map_conditioning,
+)
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
 from sd_lightning.state.host import host_memory, streams_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_MOST_CAPTIONS = 10_000
-"""Captions whose encodings are cached; the cache is cleared when it would exceed this number."""
+_CACHE_BYTES = 2 * 2**30
+"""Encoded captions that are cached in host memory; those that were used longest ago go first."""
 _PIXELS_PER_CALL = 4 * 512 * 512
 """Pixels that the VAE encodes at a time: its activations for one image of 1024 x 1024 take gigabytes."""
 
@@ -33,6 +40,19 @@ def images_per_call(height: int, width: int) -> int:
 
 def _row(values: Tensor, *, number: int) -> Tensor:
     return values[number : number + 1].clone()
+
+
+def _num_bytes(conditioning: Conditioning) -> int:
+    return sum(each.nbytes for each in flat_conditioning(conditioning).values())
+
+
+def _cast_(network: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move and cast a network, a tensor at a time; computed buffers, such as rotary frequencies, keep their dtype."""
+    computed = {
+        id(module._buffers[name]) for module in network.modules() for name in module._non_persistent_buffers_set
+    }
+    with torch.no_grad():
+        network._apply(lambda t: t.to(device, dtype if t.is_floating_point() and id(t) not in computed else t.dtype))
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:
@@ -85,9 +105,15 @@ class LatentEncoder:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device("cpu")
         self.offload = offload
-        self._captions: dict[bytes, dict[str, Any]] = {}
+        self._captions: OrderedDict[bytes, Conditioning] = OrderedDict()
+        """By token ids, as the family made them, in host memory; least recently used first."""
+        self._cached_bytes = 0
         for network in self.networks:
             network.requires_grad_(False).eval()
+
+    @property
+    def _has_streams(self) -> bool:
+        return streams_of(self.device) is not None
 
     @property
     def networks(self) -> list[nn.Module]:
@@ -97,17 +123,13 @@ class LatentEncoder:
 
     def to(self, device: torch.device) -> LatentEncoder:
         """Set the device to encode on; move the frozen networks there, or to host memory if offloaded."""
-        if device != self.device:
-            self._captions.clear()
         self.device = device
         home = torch.device("cpu") if self.offload else device
         vae = self._model.vae
         for network in self.networks:
             dtype = self._model.family.vae_dtype(vae, self.dtype) if network is vae else self.dtype
-            network.to(home)
-            if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
-                network.to(dtype)
-            if self.offload and streams_of(device) is not None:
+            _cast_(network, home, dtype)
+            if self.offload and self._has_streams:
                 _pin_(network, device)
         return self
 
@@ -173,23 +195,37 @@ class LatentEncoder:
     def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Encode captions, given as token ids (B, L) by text encoder, float32; see :meth:`Family.embed`."""
         if not self.offload:
-            return self._encode_captions(input_ids)
+            return map_conditioning(self._encode_captions(input_ids), Tensor.float)
         numbers = torch.cat(list(input_ids.values()), dim=1).cpu().numpy()
         keys = [row.tobytes() for row in numbers]
-        unknown = [i for i, key in enumerate(keys) if key not in self._captions and keys.index(key) == i]
-        if len(self._captions) + len(unknown) > _MOST_CAPTIONS:
-            self._captions.clear()
-            unknown = [i for i, key in enumerate(keys) if keys.index(key) == i]
+        used = {key: self._captions[key] for key in keys if key in self._captions}
+        unknown = {key: keys.index(key) for key in keys if key not in used}
         if unknown:
-            made = self._encode_captions({name: ids[unknown] for name, ids in input_ids.items()})
-            for row, i in enumerate(unknown):
-                self._captions[keys[i]] = map_conditioning(made, partial(_row, number=row))
-        return join_conditioning([self._captions[key] for key in keys])
+            rows = list(unknown.values())
+            made = self._encode_captions({name: ids[rows] for name, ids in input_ids.items()})
+            used |= {key: map_conditioning(made, partial(_row, number=row)) for row, key in enumerate(unknown)}
+        self._remember(used)
+        # Copies to the host and to the device follow each other in one stream: the host neither waits nor looks.
+        to_device = partial(Tensor.to, device=self.device, non_blocking=self._has_streams)
+        here = {key: map_conditioning(row, to_device) for key, row in used.items()}
+        return map_conditioning(join_conditioning([here[key] for key in keys]), Tensor.float)
+
+    def _remember(self, used: Mapping[bytes, Conditioning]) -> None:
+        """Put encoded captions into the cache, or note that they were used; the oldest ones make room."""
+        for key, row in used.items():
+            if key not in self._captions:
+                self._captions[key] = map_conditioning(
+                    row, partial(Tensor.to, device="cpu", non_blocking=self._has_streams)
+                )
+                self._cached_bytes += _num_bytes(row)
+            self._captions.move_to_end(key)
+        while self._cached_bytes > _CACHE_BYTES:
+            self._cached_bytes -= _num_bytes(self._captions.popitem(last=False)[1])
 
     def _encode_captions(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
         model = self._model
         with self._at_work(list(model.text_encoders.values())):
-            return map_conditioning(model.family.embed(model.text_encoders, input_ids), lambda t: t.float())
+            return model.family.embed(model.text_encoders, input_ids)
 
     def _conditioning(self, embeddings: Conditioning, batch: Batch) -> Conditioning:
         return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())

@@ -40,8 +40,13 @@ def no_space(error: BaseException) -> str | None:
 
 
 def check_free_space(
-    folder: str | os.PathLike[str], need_bytes: int, who: str, *, purpose: str = "checkpoints"
-) -> None:
+    folder: str | os.PathLike[str],
+    need_bytes: int,
+    who: str,
+    *,
+    purpose: str = "checkpoints",
+    remedy: str = "free space, keep fewer checkpoints, or set output_dir to another disk",
+) -> int:
     """Raise if a disk has too little free space.
 
     Args:
@@ -49,6 +54,10 @@ def check_free_space(
         need_bytes: Bytes that must be free.
         who: Start of the message.
         purpose: Use of the space, for the message.
+        remedy: What the user can do, for the message.
+
+    Returns:
+        The free bytes.
 
     Raises:
         UsageError: Fewer bytes are free.
@@ -59,9 +68,9 @@ def check_free_space(
     free = shutil.disk_usage(existing).free
     if free < need_bytes:
         raise UsageError(
-            f"{who} needs {need_bytes / 1e9:.2f} GB for {purpose}, but {folder} has {free / 1e9:.2f} GB free; "
-            "free space, keep fewer checkpoints, or set output_dir to another disk."
+            f"{who} needs {need_bytes / 1e9:.2f} GB for {purpose}, but {folder} has {free / 1e9:.2f} GB free; {remedy}."
         )
+    return free
 
 
 def hidden(path: Path, kind: str = "tmp") -> Path:

@@ -17,7 +17,8 @@ from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.layout import LATENTS, Generation, LatentStore, Recipe, network_hash, path_of, recipes
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.texts import StoredTexts, Tokenizing, text_kind
+from sd_lightning.data.store.stored_texts import StoredTexts
+from sd_lightning.data.store.texts import Tokenizing, text_kind
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
 
@@ -153,8 +154,8 @@ class StoredLatentsSource(StoreReader, Source):
             texts = StoredTexts(self, text_kind(model))
             self._texts = None if texts.num_missing else texts
             note = (
-                f"captions are encoded in every step: {texts.num_missing} files with text embeddings of these text "
-                "encoders are missing (precompute text=true writes them)"
+                f"captions are encoded in every step: those of {texts.num_missing} sample files have no embeddings of "
+                "these text encoders (precompute text=true writes them)"
                 if texts.num_missing
                 else "stored text embeddings are used, and no caption is encoded"
             )

@@ -7,7 +7,8 @@ that latents depend on, has a subfolder::
     <store>/<fingerprint>/
         latents/<name>.safetensors  latents of some images, all of one shape
         samples/<name>.safetensors  captions and token ids of some samples, and where their latents lie
-        texts/<text encoders>/<captions>.safetensors  text embeddings of the captions of a sample file, if asked for
+        texts/<text encoders>/<name>.safetensors  text embeddings of some captions, each once, if asked for
+        places/<text encoders>/<captions>.safetensors  where those of the captions of a sample file are
         generations/<number>.json   the samples of the store, as a list of the files above; the highest number counts
 
 A file is created whole and only if there is none of its name; its name is a hash of what it holds. So its existence

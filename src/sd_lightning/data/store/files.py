@@ -7,12 +7,15 @@ anywhere in the file breaks it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -37,6 +40,8 @@ BLANK = "-" * 2 * HASH_BYTES
 """What stands in place of a seal before there is one."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
 """What is raised when an altered file is parsed."""
+HASHES = "captions"
+"""Column of the hash of each caption."""
 CHECKS = "checks"
 """Column of the check sum of each row, compared whenever a row is read."""
 _ABOUT = "about"
@@ -124,37 +129,58 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     return file_bytes(tensors, {_ABOUT: json.dumps(metadata, sort_keys=True)})
 
 
-def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: int) -> int:
-    """Write a file of ``rows`` rows that need not fit into memory.
+def write_groups(
+    path: Path,
+    groups: Iterable[Mapping[str, Tensor]],
+    *,
+    hashes: np.ndarray,
+    lengths: Mapping[int, np.ndarray] = MappingProxyType({}),
+) -> int:
+    """Write a file of rows that need not fit into memory.
 
     Args:
         path: The file.
         groups: The columns of some rows, of the next ones, and so on.
-        rows: Rows of all groups together, at least 1.
+        hashes: (R, 16) uint8, what identifies each row, at least one; the column ``HASHES``.
+        lengths: By padded length L, the tokens of each row (R,) that are not zeros. Columns (R, L, …) of three
+            dimensions or more are *ragged*: only these tokens are written, one after the other, and a column
+            ``<name>_end`` (R,) has where those of a row end.
 
     Returns:
-        Its bytes. Its metadata has ``rows`` and a seal; a column ``checks`` has the sum of each row.
+        Its bytes. Its metadata has ``rows``, a seal and the padded length of the ragged columns; a column ``checks``
+        has the sum of each row.
     """
-    begins: dict[str, int] = {}
-    header, done, end = b"", 0, 0
+    rows, done, end = len(hashes), 0, 0
+    at: dict[str, int] = {}
     with open(path, "wb") as file:
         for columns in groups:
-            group = {**columns, CHECKS: torch.stack([row_sums(tensor) for tensor in columns.values()]).sum(0)}
-            if not done:
-                text = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
-                shapes = {name: (each.dtype, (rows, *each.shape[1:])) for name, each in group.items()}
+            checks = torch.stack([row_sums(tensor) for tensor in columns.values()]).sum(0)
+            here = slice(done, done + len(checks))
+            done = here.stop
+            ragged = {name: lengths[t.shape[1]] for name, t in columns.items() if is_ragged(t, lengths)}
+            group = {**columns, CHECKS: checks, HASHES: torch.from_numpy(hashes[here].copy())}
+            for name, each in ragged.items():
+                is_real = torch.arange(columns[name].shape[1]) < torch.from_numpy(each[here])[:, None]
+                group |= {name: columns[name][is_real], f"{name}_end": torch.from_numpy(each.cumsum()[here].copy())}
+            if not at:
+                padded = {name: columns[name].shape[1] for name in ragged}
+                text = json.dumps({"rows": rows, "seal": BLANK, "padded": padded}, sort_keys=True)
+                counts = {name: int(each.sum()) for name, each in ragged.items()}
+                shapes = {name: (t.dtype, (counts.get(name, rows), *t.shape[1:])) for name, t in group.items()}
                 header = header_bytes(shapes, {_ABOUT: text})
-                end = len(header)
-                for name, tensor in group.items():
-                    begins[name], end = end, end + rows * tensor[0].nbytes
+                end = file.write(header)
+                for name, (dtype, shape) in shapes.items():
+                    at[name], end = end, end + math.prod(shape) * dtype.itemsize
             for name, tensor in group.items():
-                file.seek(begins[name] + done * tensor[0].nbytes)
-                file.write(bytes_of(tensor.contiguous()))
-            done += len(tensor)
-        file.seek(0)
-        file.write(header)
+                file.seek(at[name])
+                at[name] += file.write(bytes_of(tensor.contiguous()))
     seal_file(path)
     return end
+
+
+def is_ragged(tensor: Tensor, lengths: Mapping[int, np.ndarray]) -> bool:
+    """Return whether a column is written without padding: (N, L, …) with L in ``lengths``."""
+    return tensor.ndim > 2 and tensor.shape[1] in lengths
 
 
 def row_sums(tensor: Tensor) -> Tensor:
@@ -186,18 +212,23 @@ class RowBuffer:
         self._bytes = self.tensor.view(torch.uint8).flatten(1)
         self._memory = list(self._bytes.numpy())
 
-    def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
+    def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray, num_bytes: np.ndarray | None = None) -> bool:
         """Read some rows.
 
         Args:
             rows: (R,) int64, increasing: which rows of ``tensor``.
             fds: (R,) the open file of each.
             offsets: (R,) int64: where each begins in its file.
+            num_bytes: (R,) int64: bytes of each there; zeros fill the rest. Whole rows if None.
 
         Returns:
             Whether the files have all of them.
         """
         memory = [self._memory[row] for row in rows.tolist()] if len(rows) < len(self._memory) else self._memory
+        if num_bytes is not None:
+            self._bytes.zero_()
+            memory = [each[:num] for each, num in zip(memory, num_bytes.tolist())]
+            return list(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist())) == num_bytes.tolist()
         return {self.row_bytes}.issuperset(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist()))
 
     def sums(self) -> np.ndarray:
@@ -313,6 +344,11 @@ class SampleFile(StoreFile):
     def input_ids(self) -> dict[str, Tensor]:
         """Return the token ids (M, L) int32 of all captions, by text encoder."""
         return {name: self.read(f"{_IDS}{name}") for name in self.id_columns}
+
+    def caption_hashes(self) -> np.ndarray:
+        """Return the hash (M, 16) uint8 of every caption."""
+        data, ends = self.read("captions").numpy().tobytes(), self._ends["captions"].tolist()
+        return hashes_of([data[begin:end] for begin, end in pairwise(ends)])
 
     @cached_property
     def _ends(self) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ A table has 24 bytes per row on disk and is mapped into memory, of which a looku
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -87,29 +87,41 @@ class HashTable:
         return places[0], places[1]
 
 
-class ImageIndex:
-    """In which row of which latent file each image is. Of an image that was encoded twice, the smaller name counts.
+class RowIndex:
+    """In which row of which file each image, or caption, is. Of one that was encoded twice, the smaller name counts.
 
     Attributes:
         bad: Hash (hexadecimal) -> reason of the images that could not be used when a file was written to which no
             sample refers: a job has not ended.
     """
 
-    def __init__(self, store: LatentStore, latents: Mapping[str, int], scratch: Path, *, used: set[str]) -> None:
-        """Read the hashes of all latent files.
+    def __init__(
+        self,
+        store: LatentStore,
+        files: Mapping[str, int],
+        scratch: Path,
+        *,
+        used: Collection[str],
+        kind: str = LATENTS,
+        column: str = "images",
+    ) -> None:
+        """Read the hashes of all files.
 
         Args:
             store: The store.
-            latents: Name -> bytes of its latent files.
+            files: Name -> bytes of its files of that kind.
             scratch: Folder for temporary files.
             used: Those to which samples refer.
+            kind: Folder of the files.
+            column: Their column of hashes (N, 16) uint8.
 
         Raises:
             UsageError: A file is truncated or altered.
         """
         self._store, self._scratch, self._num_tables = store, scratch, 0
-        self._files: list[Shard] = sorted(latents.items())
-        self._left_over = latents.keys() - used
+        self._kind, self._column = kind, column
+        self._files: list[Shard] = sorted(files.items())
+        self._left_over = files.keys() - set(used)
         self.bad: dict[str, str] = {}
         self._tables: list[HashTable] = []
         self._append(self._read())
@@ -124,13 +136,13 @@ class ImageIndex:
 
     def _read_file(self, file: Shard) -> tuple[np.ndarray, dict[str, str]]:
         name, size = file
-        with self._store.readable(path_of(LATENTS, name)):
-            header = self._store.header(LATENTS, name, size)
-            images = self._store.column(LATENTS, name, header.columns["images"])
-            return np.frombuffer(images, np.uint8).reshape(-1, HASH_BYTES), about(header)["bad"]
+        with self._store.readable(path_of(self._kind, name)):
+            header = self._store.header(self._kind, name, size)
+            hashes = self._store.column(self._kind, name, header.columns[self._column])
+            return np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES), about(header).get("bad", {})
 
     def add(self, encoded: Sequence[tuple[str, int, np.ndarray]]) -> None:
-        """Add new latent files: name, bytes and images (N, 16) uint8 of each."""
+        """Add new files: name, bytes and hashes (N, 16) uint8 of each."""
         begin = len(self._files)
         self._files += [(name, size) for name, size, _ in encoded]
         self._append(rows_of(images, i, np.arange(len(images))) for i, (*_, images) in enumerate(encoded, begin))
@@ -146,14 +158,14 @@ class ImageIndex:
 
     def _table(self, blocks: Iterable[np.ndarray]) -> HashTable:
         self._num_tables += 1
-        return HashTable(self._scratch / f"images-{self._num_tables}", blocks)
+        return HashTable(self._scratch / f"{self._column}-{self._num_tables}", blocks)
 
     def find(self, images: np.ndarray) -> tuple[list[Shard], np.ndarray]:
-        """Look up images (N, 16) uint8.
+        """Look up hashes (N, 16) uint8.
 
         Returns:
-            Latent files in the order in which the images need them, and (N, 2) int64 with every image's file number
-            there and row, or (-1, -1).
+            Files in the order in which the hashes need them, and (N, 2) int64 with the file number there and the row
+            of each, or (-1, -1).
         """
         where = np.full((len(images), 2), -1, np.int64)
         for table in self._tables:

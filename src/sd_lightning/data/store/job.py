@@ -27,7 +27,7 @@ from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.encoding import Encoded, EncodeTask
 from sd_lightning.data.store.files import HASH_BYTES, Sample, SampleRows, Shard, captions_hash, name_of
-from sd_lightning.data.store.index import ImageIndex, KnownSamples, same_key
+from sd_lightning.data.store.index import KnownSamples, RowIndex, same_key
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.transform import nearest_shapes
@@ -104,7 +104,7 @@ class StoreJob:
             for split in {**before.splits, **sources}
         }
         used = set[str]().union(*(known.used for known in self._known.values()))
-        self._images = ImageIndex(self.store, self._latents, self.scratch, used=used)
+        self._images = RowIndex(self.store, self._latents, self.scratch, used=used)
         entries = {split: self._update_split(split, source, before) for split, source in sources.items()}
         if not entries["train"]:
             raise UsageError(

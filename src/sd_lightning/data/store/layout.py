@@ -155,7 +155,7 @@ class SampleEntry:
     """Hash of the samples' identities; with the next two the fingerprint of the data set."""
     images: str
     captions: str
-    """Also the name of the files with their text embeddings."""
+    """Also the name of the files that say where their text embeddings are."""
 
 
 @dataclass(frozen=True)

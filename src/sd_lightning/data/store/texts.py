@@ -1,8 +1,9 @@
 """Captions in a store: their token ids, and if asked for what a model's text encoders make of each.
 
-The embeddings of a sample file's captions are one file, a row per caption in the order of its token ids. Its folder is
-named for the text encoders and its name for the captions: that is all they depend on, so they are never stale, and the
-same whoever encodes them.
+Embeddings are larger than pictures, so equal captions are encoded and stored once, whoever has them. A *text file* has
+a row for each of some captions, known by a hash of its words. A *file of places* says for every caption of a sample
+file in which text file and row its embeddings are. The folder of both is named for the text encoders, a text file for
+its captions, and a file of places for those of the sample file: that is all they depend on, so they are never stale.
 """
 
 from __future__ import annotations
@@ -11,36 +12,51 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import ALTERED, CHECKS, RowBuffer, StoreFile, captions_hash, row_sums, write_groups
+from sd_lightning.data.store.files import (
+    BLANK,
+    CHECKS,
+    HASHES,
+    Shard,
+    about,
+    captions_hash,
+    hashes_of,
+    is_ragged,
+    name_of,
+    sealed,
+    serialized,
+    write_groups,
+)
+from sd_lightning.data.store.index import RowIndex
 from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, SampleEntry, network_hash, path_of
-from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.models.families.base import Conditioning, flat_conditioning, nested_conditioning
+from sd_lightning.models.families.base import flat_conditioning
 from sd_lightning.storage.location import Location
-from sd_lightning.storage.safetensors_file import Column
+from sd_lightning.storage.safetensors_file import Header
 
 if TYPE_CHECKING:
     from sd_lightning.models.encoder import LatentEncoder
     from sd_lightning.models.latent_diffusion import LatentDiffusion
 
-TEXTS = "texts"
-CODE_VERSION = 1
-"""Version of the code between token ids and embeddings; raised when that code changes their values."""
+TEXTS, PLACES = "texts", "places"
+CODE_VERSION = 2
+"""Version of the code between token ids and embeddings, and of their files; raised when that code changes them."""
 EMPTY = captions_hash([[""]])
-"""Name of the file with the empty caption, for caption dropout."""
-_GROUP = 64
-"""Captions that are encoded at a time."""
-_MOST_OPEN = 128
-"""Text files that stay open, unless one batch needs more."""
+"""Name of the file with the place of the empty caption, for caption dropout."""
+_MASK = "_mask"
+_MOST_CAPTIONS, _MOST_GROUPED = 2**13, 64
+"""Captions of a text file, and those that are encoded at a time; fewer if their embeddings are large."""
+_GROUP_BYTES = 2**28
+_MOST_CHECKS = 128
+"""Text files whose check sums are in memory while places are written."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +72,14 @@ class Tokenizing:
     def of(cls, model: LatentDiffusion) -> Tokenizing:
         """Return how a model's captions become token ids; all of a tokenizer counts, such as its merges."""
         digest = blake2b(digest_size=16)
+        for name, ids in sorted(model.tokenize([""]).items()):  # what a family does around them: lengths, masks
+            digest.update(f"{name} {ids.tolist()}".encode())
         for name, tokenizer in sorted(model.tokenizers.items()):
             rules = json.loads(tokenizer.backend_tokenizer.to_str())
             for call in ("padding", "truncation"):  # what the last call asked for
                 rules.pop(call)
-            about = [name, model.family.max_length(tokenizer), rules, str(tokenizer.special_tokens_map)]
-            if tokenizer.chat_template is not None:
-                about += [tokenizer.chat_template, *model.family.prompts(tokenizer, [""])]
+            template = tokenizer.chat_template
+            about = [name, model.family.max_length(tokenizer), rules, str(tokenizer.special_tokens_map), template]
             digest.update(json.dumps(about).encode())
         return cls(model.tokenize, digest.hexdigest())
 
@@ -73,7 +90,8 @@ def text_kind(model: LatentDiffusion) -> str:
     Args:
         model: Its text encoders have their weights as they were read.
     """
-    digest = blake2b(f"{CODE_VERSION} {Tokenizing.of(model).fingerprint}".encode(), digest_size=8)
+    family, tokens = model.family, Tokenizing.of(model).fingerprint
+    digest = blake2b(f"{CODE_VERSION} {tokens} {family.pipeline_class} {family.masks_padding}".encode(), digest_size=8)
     for name, network in sorted(model.text_encoders.items()):
         digest.update(f"{name} {network_hash(network.state_dict(), model.components[name].config)}".encode())
     return f"{TEXTS}/t{digest.hexdigest()}"
@@ -81,19 +99,58 @@ def text_kind(model: LatentDiffusion) -> str:
 
 def text_kinds(store: LatentStore) -> list[str]:
     """Return the kinds of all text files of a store."""
-    return sorted({entry.name.rpartition("/")[0] for entry in store.folder.entries(f"{TEXTS}/")})
+    files = (file for folder in (TEXTS, PLACES) for file in store.folder.entries(f"{folder}/"))
+    return sorted({f"{TEXTS}/{file.name.split('/')[1]}" for file in files})
+
+
+def places_of(kind: str) -> str:
+    """Return the folder of the places of a kind of text files."""
+    return f"{PLACES}/{kind.removeprefix(f'{TEXTS}/')}"
+
+
+def files_of(header: Header) -> list[Shard]:
+    """Return the text files to which a file of places refers, by its header."""
+    return [(str(name), int(size)) for name, size in about(header)["files"]]
+
+
+def real_tokens(input_ids: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
+    """Return, by padded length, how many tokens (B,) captions have up to the last one that their mask keeps.
+
+    Args:
+        input_ids: (B, L) by text encoder, with ``<text encoder>_mask``; one without a mask keeps all its tokens.
+    """
+    found: dict[int, Tensor] = {}
+    for name, ids in input_ids.items():
+        if not name.endswith(_MASK):
+            length = ids.shape[1]
+            last = (input_ids.get(f"{name}{_MASK}", torch.ones_like(ids)) != 0) * torch.arange(1, length + 1)
+            found[length] = last.amax(1).maximum(found.get(length, torch.zeros_like(ids[:, 0])))
+    return {length: each.numpy().astype(np.int64) for length, each in found.items()}
 
 
 @dataclass(frozen=True)
 class TextTask:
     """The captions of one text file."""
 
-    name: str
+    hashes: np.ndarray
+    """(R, 16) uint8."""
     input_ids: Mapping[str, Tensor]
-    """(M, L) by text encoder."""
+    """(R, L) by text encoder."""
 
     def __len__(self) -> int:
-        return len(next(iter(self.input_ids.values())))
+        return len(self.hashes)
+
+    def split(self, count: int) -> tuple[TextTask, TextTask]:
+        """Return the first captions and the others."""
+        first, rest = (
+            {n: ids[part] for n, ids in self.input_ids.items()} for part in (slice(count), slice(count, None))
+        )
+        return TextTask(self.hashes[:count], first), TextTask(self.hashes[count:], rest)
+
+    def joined(self, other: TextTask) -> TextTask:
+        """Return the captions of both."""
+        ids = {name: torch.cat([each, other.input_ids[name]]) for name, each in self.input_ids.items()}
+        return TextTask(np.concatenate([self.hashes, other.hashes]), ids)
 
 
 @dataclass(frozen=True)
@@ -117,6 +174,10 @@ class TextEncoder:
     dtype: str
     """Type of the stored numbers."""
     device: torch.device
+    masks_padding: bool = False
+    """:attr:`Family.masks_padding`: then padded tokens are not stored."""
+    group: int = _MOST_GROUPED
+    """Captions that are encoded at a time: the same wherever they are encoded, so that their bits are the same."""
 
     def __call__(self, task: TextTask) -> EmbeddedTexts:
         """Encode the captions of a file and write it; memory holds a group of them at a time.
@@ -127,20 +188,32 @@ class TextEncoder:
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             path = Path(scratch) / "texts.safetensors"
             try:
-                size = write_groups(path, self._groups(task), rows=len(task))
+                lengths = self.lengths(task.input_ids)
+                size = write_groups(path, self._groups(task), hashes=task.hashes, lengths=lengths)
             except OSError as error:
                 raise UsageError(
                     f"precompute: cannot write {path} ({error}), from where text embeddings go to the store; expected "
                     "free space; set TMPDIR to a folder of a larger disk"
                 ) from error
-            self.folder.create(path_of(self.kind, task.name), path)
+            self.folder.create(path_of(self.kind, name_of(task.hashes.tobytes())), path)
         return EmbeddedTexts(len(task), size)
 
+    def lengths(self, input_ids: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
+        """Return, by padded length, the tokens (B,) that are stored; of other lengths all are."""
+        return real_tokens(input_ids) if self.masks_padding else {}
+
     def embed(self, input_ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the embeddings (B, …) of some captions by flat name, in the type that is stored."""
+        """Return the embeddings (B, …) of some captions by flat name, in the type that is stored.
+
+        Those of padded tokens that are not stored are zeros.
+        """
         on_device = {name: ids.to(self.device) for name, ids in input_ids.items()}
         found = flat_conditioning(self.encoder.embed(on_device))
         stored = {name: each.to(DTYPES[self.dtype]).cpu().contiguous() for name, each in found.items()}
+        lengths = self.lengths(input_ids)
+        for each in stored.values():
+            if is_ragged(each, lengths):
+                each[torch.arange(each.shape[1]) >= torch.from_numpy(lengths[each.shape[1]])[:, None]] = 0
         if not all(each.isfinite().all() for each in stored.values()):
             raise UsageError(
                 f"precompute: text embeddings are not finite in dtype={self.dtype}; write dtype=bfloat16 or "
@@ -148,125 +221,117 @@ class TextEncoder:
             )
         return stored
 
+    def stored_bytes(self, input_ids: Mapping[str, Tensor]) -> float:
+        """Return the mean bytes of a row for some captions; only one of them is encoded."""
+        lengths = self.lengths(input_ids)
+        return sum(
+            each.nbytes * (float(lengths[each.shape[1]].mean()) / each.shape[1] if is_ragged(each, lengths) else 1)
+            for each in self.embed({name: ids[:1] for name, ids in input_ids.items()}).values()
+        )
+
     def _groups(self, task: TextTask) -> Iterator[dict[str, Tensor]]:
-        """Yield the embeddings of a group after the other: the same groups wherever they are encoded."""
-        for begin in range(0, len(task), _GROUP):
-            yield self.embed({name: ids[begin : begin + _GROUP] for name, ids in task.input_ids.items()})
+        """Yield the embeddings of a group after the other."""
+        for begin in range(0, len(task), self.group):
+            yield self.embed({name: ids[begin : begin + self.group] for name, ids in task.input_ids.items()})
+
+
+def captions_per_file(bytes_per_caption: float, shard_mb: float) -> tuple[int, int]:
+    """Return how many captions a text file gets, whole groups, and how many a group."""
+    most = int(min(max(shard_mb * 1e6 / bytes_per_caption, 1), _MOST_CAPTIONS))
+    group = int(min(max(_GROUP_BYTES / bytes_per_caption, 1), _MOST_GROUPED, most))
+    return most // group * group, group
+
+
+@dataclass
+class TextJob:
+    """Brings the text embeddings of one kind up to date with the samples of a store; each caption is encoded once."""
+
+    store: LatentStore
+    kind: str
+    tokenizing: Tokenizing
+    """What made the samples' token ids."""
+    scratch: Path
+    """Folder for temporary files."""
+    per_file: int = _MOST_CAPTIONS
+    """From :func:`captions_per_file`."""
+
+    def new(self, entries: Sequence[SampleEntry | None]) -> Iterator[TextTask]:
+        """Yield, of each of some sample files, the captions that no text file and no earlier one has.
+
+        Args:
+            entries: From :func:`missing_texts`.
+        """
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            known = self._index(Path(folder))
+            for _, hashes, input_ids in self._captions(entries):
+                _, first = np.unique(hashes, axis=0, return_index=True)
+                first.sort()
+                new = first[known.find(hashes[first])[1][:, 0] < 0]
+                if len(new):
+                    known.add([("", 0, hashes[new])])
+                    yield TextTask(hashes[new], {name: ids[new].long() for name, ids in input_ids().items()})
+
+    def tasks(self, entries: Sequence[SampleEntry | None]) -> Iterator[TextTask]:
+        """Yield these captions as text files, all full but the last."""
+        waiting: TextTask | None = None
+        for each in self.new(entries):
+            waiting = each if waiting is None else waiting.joined(each)
+            while len(waiting) >= self.per_file:
+                task, waiting = waiting.split(self.per_file)
+                yield task
+        if waiting:
+            yield waiting
+
+    def place(self, entries: Sequence[SampleEntry | None]) -> None:
+        """Write the files of places, when the text files are there."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            index, checks_of = self._index(Path(folder)), lru_cache(maxsize=_MOST_CHECKS)(self._checks)
+            for name, hashes, _ in self._captions(entries):
+                files, where = index.find(hashes)
+                checks = np.empty(len(hashes), np.int64)
+                for number, file in enumerate(files):
+                    here = where[:, 0] == number
+                    checks[here] = checks_of(file)[where[here, 1]]
+                tensors = {"place": torch.from_numpy(where.astype(np.int32)), CHECKS: torch.from_numpy(checks)}
+                data = sealed(serialized(tensors, {"rows": len(hashes), "files": files, "seal": BLANK}))
+                self.store.folder.replace(path_of(places_of(self.kind), name), data)
+
+    def _captions(
+        self, entries: Sequence[SampleEntry | None]
+    ) -> Iterator[tuple[str, np.ndarray, Callable[[], Mapping[str, Tensor]]]]:
+        """Yield name, hashes (M, 16) and token ids (M, L) of the captions of each sample file, one after the other."""
+        for entry in entries:
+            if entry is None:
+                yield EMPTY, hashes_of([b""]), partial(self.tokenizing.tokenize, [""])
+                continue
+            with self.store.opened(entry, self.scratch) as file:
+                hashes = file.caption_hashes()
+                yield entry.captions, hashes, file.input_ids
+
+    def _index(self, folder: Path) -> RowIndex:
+        present = self.store.present(self.kind)
+        return RowIndex(self.store, present, folder, used=present, kind=self.kind, column=HASHES)
+
+    def _checks(self, file: Shard) -> np.ndarray:
+        header = self.store.header(self.kind, *file)
+        return np.frombuffer(self.store.column(self.kind, file[0], header.columns[CHECKS]), np.int64)
 
 
 def missing_texts(store: LatentStore, generation: Generation, kind: str) -> list[SampleEntry | None]:
-    """Return sample files of a generation whose captions have no text file; None stands for the empty caption.
+    """Return sample files of a generation whose captions lack embeddings; None stands for the empty caption.
 
     Raises:
-        UsageError: A text file is truncated or altered.
+        UsageError: A file is truncated or altered.
     """
-    present = store.present(kind)
+    places, present, present_places = places_of(kind), store.present(kind), store.present(places_of(kind))
     by_name: dict[str, SampleEntry | None] = {EMPTY: None}
     by_name |= {entry.captions: entry for entries in generation.splits.values() for entry in entries}
-    for name in by_name.keys() & present.keys():
-        store.header(kind, name, present[name])  # its header says how long it has to be
-    return [entry for name, entry in by_name.items() if name not in present]
-
-
-def text_tasks(
-    store: LatentStore, entries: Sequence[SampleEntry | None], tokenizing: Tokenizing, scratch: Path
-) -> Iterator[TextTask]:
-    """Yield the captions of some sample files, whose token ids are read one file after the other.
-
-    Args:
-        store: The folder of the recipe.
-        entries: From :func:`missing_texts`.
-        tokenizing: What made their token ids.
-        scratch: Folder for temporary files.
-    """
-    for entry in entries:
-        if entry is None:
-            yield TextTask(EMPTY, tokenizing.tokenize([""]))
-            continue
-        with store.opened(entry, scratch) as file:
-            ids = {name: each.long() for name, each in file.input_ids().items()}
-        yield TextTask(entry.captions, ids)
-
-
-class StoredTexts:
-    """Reads the text embeddings of one split; it may be pickled and forked.
-
-    Attributes:
-        num_missing: Text files that are not there; with any, embeddings cannot be read.
-    """
-
-    def __init__(self, reader: StoreReader, kind: str) -> None:
-        """List the text files; they are opened when they are read.
-
-        Args:
-            reader: Of the split.
-            kind: From ``text_kind``.
-        """
-        self._reader, self._kind = reader, kind
-        present = reader.store.present(kind)
-        self._sizes = {name: present.get(name, 0) for name in (EMPTY, *(each.captions for each in reader.entries))}
-        self.num_missing = sum(not size for size in self._sizes.values())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_file", "_empty")}
-
-    def batch(self, indices: np.ndarray, which: Sequence[int | None]) -> Conditioning:
-        """Return the embeddings of caption number ``which[i]`` of each sample, of "" where it is None.
-
-        Args:
-            indices: (B,) int64.
-            which: One per sample.
-
-        Returns:
-            What ``Family.embed`` returns for these captions, in the stored type.
-        """
-        kept = np.array([place for place, number in enumerate(which) if number is not None], np.int64)
-        dropped = [place for place, number in enumerate(which) if number is None]
-        captions = np.array([number for number in which if number is not None], np.int64)
-        numbers, rows = self._reader.caption_places(indices[kept], captions)
-        opened = {number: self._file(self._reader.entries[number].captions) for number in np.unique(numbers).tolist()}
-        files = [opened[number] for number in numbers.tolist()]
-        found: dict[str, Tensor] = {}
-        for name, empty in self._empty.items():
-            row_bytes = empty.nbytes
-            begins = np.array([file.columns[name].begin for file in files], np.int64)
-            out = RowBuffer(len(indices), Column(empty.dtype, tuple(empty.shape), 0))
-            if not out.read(kept, np.array([file.fd for file in files]), begins + rows * row_bytes):
-                raise self._reader.cut_off(self._kind)
-            out.tensor[dropped] = empty
-            found[name] = out.tensor
-        if files:
-            sums = torch.stack([row_sums(each[kept]) for each in found.values()]).sum(0).tolist()
-            for file, row, total in zip(files, rows.tolist(), sums, strict=True):
-                if file.checks[row] != total:
-                    raise file.broken(ALTERED)
-        return nested_conditioning(found)
-
-    def bytes_of_file(self, number: int) -> int:
-        """Return the bytes of the text file of a sample file."""
-        return self._sizes[self._reader.entries[number].captions]
-
-    def fetch(self, number: int) -> None:
-        """Copy the text file of a sample file into the cache, if the store is not local."""
-        name = self._reader.entries[number].captions
-        self._reader.cache.fetch(self._reader.store.folder, path_of(self._kind, name), self._sizes[name])
-
-    @cached_property
-    def _file(self) -> Callable[[str], StoreFile]:
-        """Opens a text file by its name."""
-        return lru_cache(maxsize=_MOST_OPEN)(self._opened)
-
-    @cached_property
-    def _empty(self) -> dict[str, Tensor]:
-        """The embeddings of "", (1, …) each."""
-        file = self._opened(EMPTY)
-        found = {name: file.read(name) for name in file.columns if name != CHECKS}
-        total = torch.stack([row_sums(each) for each in found.values()]).sum(0).item()
-        if file.checks[0] != total:
-            raise file.broken(ALTERED)
-        file.close()
-        return found
-
-    def _opened(self, name: str) -> StoreFile:
-        size, where = self._sizes[name], f"{self._reader.store.folder.url}/{path_of(self._kind, name)}"
-        return StoreFile(self._reader.handle(self._kind, name, size), name=where, size=size)
+    missing = []
+    for name, entry in by_name.items():
+        files = files_of(store.header(places, name, present_places[name])) if name in present_places else []
+        for text, size in files:
+            if present.get(text, size) != size:
+                raise store.broken(path_of(kind, text), f"it has {present[text]} bytes instead of {size}")
+        if not files or not all(text in present for text, _ in files):
+            missing.append(entry)
+    return missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -24,7 +24,7 @@ from sd_lightning.data.store.layout import (
     SampleEntry,
     path_of,
 )
-from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
+from sd_lightning.data.store.texts import EMPTY, PLACES, TEXTS, files_of, places_of, text_kinds
 
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
@@ -85,13 +85,17 @@ class Pruning:
             return unused
         entry_of = {entry.name: entry for entry in self._entries()}
         captions = {EMPTY, *(entry.captions for entry in entry_of.values())}
+        kept = [kind for kind in text_kinds(self.store) if kind != self._drop_texts]
+        texts = {path_of(kind, name) for kind in kept for name in texts_in_use(self.store, kind, captions)}
+        places = set(map(places_of, kept))
         for entry in self.store.folder.entries():
             path, (folder, _, _) = PurePosixPath(entry.name), entry.name.partition("/")
             is_used = {
                 GENERATIONS: path.suffix != ".json" or path.stem == f"{self.generation.number:08}",
                 SAMPLES: path.stem in entry_of,
                 LATENTS: path.stem in self._used,
-                TEXTS: path.stem in captions and str(path.parent) != self._drop_texts,
+                TEXTS: entry.name in texts,
+                PLACES: path.stem in captions and str(path.parent) in places,
             }
             if not is_used.get(folder, True) and (folder == GENERATIONS or path.suffix == ".safetensors"):
                 unused.files.append(entry.name)
@@ -195,17 +199,29 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
         except AlteredList:
             altered.append(name)
     yield from ((name, ALTERED if num_readable else NO_OTHER_LIST) for name in altered)
-    for kind in (LATENTS, SAMPLES, *text_kinds(store)):
+    texts = text_kinds(store)
+    for kind in (LATENTS, SAMPLES, *texts, *map(places_of, texts)):
+        of_places = store.present(kind.replace(PLACES, TEXTS, 1)) if kind.startswith(f"{PLACES}/") else None
         for name, size in sorted(store.present(kind).items()):
             try:
                 path = store.local(kind, name, scratch)
                 reason = _problem(path, kind, name, size)
+                if reason is None and of_places is not None:
+                    gone = [text for text, _ in files_of(store.header(kind, name, size)) if text not in of_places]
+                    reason = f"its text file {gone[0]} is not there" if gone else None
             except FileNotFoundError:
                 continue
             if reason is not None:
                 yield path_of(kind, name), reason
             if path.is_relative_to(scratch):
                 path.unlink()
+
+
+def texts_in_use(store: LatentStore, kind: str, captions: Collection[str]) -> set[str]:
+    """Return the names of the text files of a kind with the captions of some sample files, by their ``captions``."""
+    places = {name: size for name, size in store.present(places_of(kind)).items() if name in captions}
+    headers = (store.header(places_of(kind), name, size) for name, size in places.items())
+    return {text for header in headers for text, _ in files_of(header)}
 
 
 def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:

@@ -236,6 +236,8 @@ class Family(ABC):
     diffusers' DreamBooth script for the family."""
     lora_names: LoraNames = LoraNames()
     """Names of these layers in other front ends; the default is that of UNets, for which all accept diffusers'."""
+    masks_padding: bool = False
+    """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
 

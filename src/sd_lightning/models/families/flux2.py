@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd_lightning.models.families import lora_names
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
 from sd_lightning.models.families.stable_diffusion import TINY_VAE
@@ -53,6 +54,11 @@ class Flux2Klein(TransformerFamily):
     pipeline_options = {"is_distilled": False}
     stored_options = {"is_distilled": False}
     width_key = "num_attention_heads"
+    lora_targets = (
+        *("to_k", "to_q", "to_v", "to_out.0"),
+        *("to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"),
+    )
+    lora_names = lora_names.FLUX2
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         if not options.get("is_distilled"):

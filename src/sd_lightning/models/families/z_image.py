@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sd_lightning.models.families import lora_names
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
 from sd_lightning.models.families.stable_diffusion import TINY_SCALING, TINY_VAE, VAE, vae
 from sd_lightning.models.families.transformer import (
@@ -42,6 +43,8 @@ class ZImage(TransformerFamily):
         "tokenizer": CHAT_TOKENIZER,
     }
     width_key = "dim"
+    lora_names = lora_names.Z_IMAGE
+    masks_padding = True
     no_guidance = 0.0  # cond + s * (cond - uncond)
     thinks = True
 

@@ -119,7 +119,7 @@ def predicted(subject: Subject, make: Callable[[], Any], speeds: Speeds) -> floa
     model = subject.build()
     run = TrainingRun(
         subject.batch_size,
-        subject.side * model.vae_scale_factor,
+        subject.side * model.latent_space.stride,
         "32-true",
         world_size=dist.get_world_size(),
         optimizer=OPTIMIZER,

@@ -54,7 +54,7 @@ def predicted(name: str, precision: str) -> int:
 
     model = build()
     run = TrainingRun(
-        BATCH_SIZE, LATENTS[-1] * model.vae_scale_factor, precision, world_size=WORLD_SIZE, optimizer=OPTIMIZER
+        BATCH_SIZE, LATENTS[-1] * model.latent_space.stride, precision, world_size=WORLD_SIZE, optimizer=OPTIMIZER
     )
     forecaster = Forecaster(model, run)
     footprint: Any = engine_of(STRATEGIES[name]()).footprint(forecaster.workload)

@@ -100,6 +100,6 @@ def _declared(name: str) -> int:
     from unet_35m import BATCH_SIZE, LATENTS, build
 
     model = build()
-    run = TrainingRun(BATCH_SIZE, LATENTS[-1] * model.vae_scale_factor, "32-true", optimizer=OPTIMIZER)
+    run = TrainingRun(BATCH_SIZE, LATENTS[-1] * model.latent_space.stride, "32-true", optimizer=OPTIMIZER)
     footprint: Any = engine_of(STRATEGIES[name]()).footprint(Forecaster(model, run).workload)
     return sum(each.nbytes for each in footprint.host)

@@ -181,9 +181,8 @@ def trained(architecture: str, plan: Any, steps: int) -> tuple[float, int]:
         strategy=strategy, devices=1, max_steps=steps, callbacks=[Ends()], enable_model_summary=False, **options
     )
     length = min(int(each.model_max_length) for each in model.tokenizers.values())
-    moments = model.family.latent_shape(model.components, size, size)
     batch = {
-        "latent_moments": torch.randn(count, 2 * moments[0], *moments[1:]),
+        "latent_moments": torch.randn(count, *model.latent_space.encoded_shape(size, size)),
         "input_ids": {name: torch.randint(0, 500, (count, length)) for name in model.text_encoders},
         "epoch": torch.zeros(count, dtype=torch.int64),
         "index": torch.arange(count),

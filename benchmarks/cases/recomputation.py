@@ -78,7 +78,7 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
     model, speeds = build(), calibrate(date.today().isoformat()).speeds
 
     def traced(kept: Mapping[str, SavedActivations]) -> Trace:
-        run = TrainingRun(BATCH, LATENTS[-1] * model.vae_scale_factor, "32-true", kept=kept)
+        run = TrainingRun(BATCH, LATENTS[-1] * model.latent_space.stride, "32-true", kept=kept)
         return training_pass(model, run, torch.float32, None)
 
     def held(trace: Trace) -> Any:

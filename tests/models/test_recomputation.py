@@ -52,7 +52,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def gradients(networks: dict[str, nn.Module], model: LatentDiffusion) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of a step through text encoder and denoiser, and all gradients."""
     torch.manual_seed(1)
-    latents = torch.randn(4, *model.family.latent_shape(model.components, model.resolution, model.resolution))
+    latents = torch.randn(4, *model.latent_space.shape(model.resolution, model.resolution))
     hidden = networks["text_encoder"](torch.arange(32).view(4, 8))[0]
     loss = networks["unet"](latents, torch.arange(4), encoder_hidden_states=hidden).sample.square().mean()
     loss.backward()

@@ -13,6 +13,7 @@ from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.transform import ImageOptions
+from sd_lightning.models.families.latents import LatentSpace
 
 NUM, BATCH = 26, 8  # three global batches an epoch, two samples left out
 
@@ -56,8 +57,7 @@ class Recorder(pl.LightningModule):
         self.latent_diffusion = SimpleNamespace(
             tokenize=tokenize,
             truncated=lambda captions: [False] * len(captions),
-            family=SimpleNamespace(latent_shape=lambda components, height, width: (4, height // 8, width // 8)),
-            components={},
+            latent_space=LatentSpace(channels=4, factor=8),
         )
         self.encoder = SimpleNamespace(encode_moments=self._encode)
         self.num_encoded = 0

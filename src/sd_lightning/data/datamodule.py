@@ -234,7 +234,7 @@ class SDDataModule(LightningDataModule):
         num_bytes = None
         if self.source_train.latents is None and self.trainer is not None:
             model, side = self._module().latent_diffusion, self.images.resolution
-            moments = 2 * math.prod(model.family.latent_shape(model.components, side, side))
+            moments = math.prod(model.latent_space.encoded_shape(side, side))
             num_bytes = len(self.source_train.distinct) * moments * torch.float32.itemsize
         return self.loaders.bottleneck_remedy(self.images, num_bytes)
 

@@ -167,11 +167,7 @@ class LatentEncoder:
         Returns:
             (B, C, h, w), float32, scaled to about unit variance.
         """
-        model, scale = self._model, self._model.vae_scale_factor
-        height, width = (side * scale for side in encoded.shape[-2:])
-        shape = model.family.latent_shape(model.components, height, width)
-        noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, shape)
-        return model.family.latents(model.components["vae"].config, encoded, noise)
+        return self._model.latent_space.latents(encoded, partial(normal, seed, epoch, index, Purpose.VAE_SAMPLE))
 
     @torch.no_grad()
     def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:

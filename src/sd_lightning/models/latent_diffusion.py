@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Architecture, Component, Conditioning
+from sd_lightning.models.families.latents import LatentSpace
 from sd_lightning.models.loading import (
     PipelineParts,
     build_parts,
@@ -137,9 +138,9 @@ class LatentDiffusion(PipelineParts):
         return self.family.resolution(self.components)
 
     @property
-    def vae_scale_factor(self) -> int:
-        """Image pixels per latent pixel along one side."""
-        return self.family.vae_scale_factor(self.components)
+    def latent_space(self) -> LatentSpace:
+        """How encoded images become latents, and their shapes; see :meth:`Family.latent_space`."""
+        return self.family.latent_space(self.vae)
 
     def draws_in_float32(self, network: str) -> bool:
         """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""

@@ -28,7 +28,7 @@ def meta_batch(
         height: Image height in pixels; the model's own if not given.
         width: Image width, likewise.
     """
-    shape = model.family.latent_shape(model.components, height or model.resolution, width or model.resolution)
+    shape = model.latent_space.shape(height or model.resolution, width or model.resolution)
     ids = model.tokenize([""])
     with torch.device("meta"):
         return {

@@ -262,8 +262,8 @@ class Forecaster:
             training += _held(footprint.host, *self._swapped)
         if run.cache_latents:
             model, size = self.model, run.resolution
-            latents = math.prod(model.family.latent_shape(model.components, size, size))
-            training["cached latents"] = run.num_images * 2 * latents * _FLOAT_BYTES
+            encoded = math.prod(model.latent_space.encoded_shape(size, size))
+            training["cached latents"] = run.num_images * encoded * _FLOAT_BYTES
         allowance = Counter(allowance=HOST_ALLOWANCE)
         # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
         whole = _FLOAT_BYTES * sum(self._numel.values())

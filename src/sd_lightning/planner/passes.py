@@ -116,8 +116,10 @@ def drawing_peak(
         embeddings = map_conditioning(conditioning, lambda tensor: torch.empty_like(tensor, dtype=dtype))
         family.denoise(denoiser, inputs["latents"].to(dtype), inputs["timesteps"], embeddings)
 
+    encoded = model.latent_space.decodable(inputs["latents"][:count])
+
     def decode() -> None:
-        vae.decode(inputs["latents"][:count].to(vae_dtype))  # type: ignore[operator]
+        vae.decode(encoded.to(vae_dtype))  # type: ignore[operator]
 
     with torch.no_grad(), family.decoding_in_tiles(vae, run.vae_tiling):
         return max(record(compute).peak() for compute in (denoise, decode))
@@ -196,7 +198,7 @@ def inference_bytes(
     # Guidance: with the caption and without. Inputs stay alive as in a pipeline.
     batch = meta_batch(model, 2 * batch_size, height=height, width=width)
     latents = batch["latents"].to(next(denoiser.parameters()).dtype)
-    decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
+    decoded = model.latent_space.decodable(latents[:batch_size]).to(next(vae.parameters()).dtype)
 
     def encode() -> None:
         model.condition(twins, batch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.latents import LatentSpace, vae_factor
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 
 if TYPE_CHECKING:
@@ -298,36 +299,27 @@ class Family(ABC):
         config: Any = network.config
         return self.vae_overflows and bool(getattr(config, "force_upcast", False))
 
-    def vae_scale_factor(self, components: Mapping[str, Component]) -> int:
-        """Return the image pixels per latent pixel along one side."""
-        return int(2 ** (len(components["vae"].config["block_out_channels"]) - 1))
+    def latent_space(self, vae: Any) -> LatentSpace:
+        """Return how a VAE's encoded images become latents, shifted and scaled to about unit variance.
+
+        Args:
+            vae: The network; on the meta device, shapes are known but no statistics that it has as buffers.
+        """
+        config: Mapping[str, Any] = vae.config
+        return LatentSpace(
+            channels=int(config.get("latent_channels", 4)),
+            factor=vae_factor(config),
+            shift=float(config.get("shift_factor") or 0.0),
+            scale=float(config.get("scaling_factor", 0.18215)),
+        )
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
-        """Encode images (B, 3, H, W) in [-1, 1]; latents are sampled from the result, and caches store it.
+        """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
 
         The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
-
-    def latents(self, vae_config: Mapping[str, Any], encoded: Tensor, noise: Tensor) -> Tensor:
-        """Sample latents, scaled to about unit variance, from the result of :meth:`encode`.
-
-        The default samples the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), shifts and scales.
-
-        Args:
-            vae_config: Configuration of the VAE.
-            encoded: (B, 2C, h, w), float32.
-            noise: Standard normal (B, C, h, w); see :meth:`latent_shape`.
-        """
-        mean, log_variance = encoded.chunk(2, dim=1)
-        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
-        return (sample - (vae_config.get("shift_factor") or 0.0)) * float(vae_config.get("scaling_factor", 0.18215))
-
-    def latent_shape(self, components: Mapping[str, Component], height: int, width: int) -> tuple[int, int, int]:
-        """Return the shape (C, h, w) of the latents of an image of ``height`` x ``width`` pixels."""
-        scale = self.vae_scale_factor(components)
-        return int(components["vae"].config.get("latent_channels", 4)), height // scale, width // scale
 
     @contextmanager
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
@@ -337,7 +329,7 @@ class Family(ABC):
         if tiling:
             vae.enable_tiling()
             vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
-            vae.tile_latent_min_size = vae.tile_sample_min_size // 2 ** (len(vae.config.block_out_channels) - 1)
+            vae.tile_latent_min_size = vae.tile_sample_min_size // vae_factor(vae.config)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
+from sd_lightning.models.families.latents import vae_factor
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
 VAE = Part("diffusers", ("AutoencoderKL",))
@@ -67,7 +68,7 @@ class UNetFamily(Family):
     width_key = "cross_attention_dim"  # the width of the text encoder
 
     def resolution(self, components: Mapping[str, Component]) -> int:
-        return int(components["unet"].config["sample_size"]) * self.vae_scale_factor(components)
+        return int(components["unet"].config["sample_size"]) * vae_factor(components["vae"].config)
 
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sd_lightning.models.families import architecture
@@ -68,6 +69,17 @@ def train_vae(images: Tensor, *, seed: int = 0) -> Any:
     return vae
 
 
+def patch_statistics(vae: Any, images: Tensor) -> dict[str, Tensor]:
+    """Return mean and variance of the channels of 2 x 2 patches of latents, the ``bn`` of AutoencoderKLFlux2."""
+    with torch.no_grad():
+        posterior = vae.encode(images).latent_dist
+        patches = F.pixel_unshuffle(posterior.mean, 2)
+        noise = F.pixel_unshuffle(posterior.var, 2).mean((0, 2, 3))
+    variance = patches.var((0, 2, 3), correction=0) + noise
+    count = torch.tensor(1)
+    return {"bn.running_mean": patches.mean((0, 2, 3)), "bn.running_var": variance, "bn.num_batches_tracked": count}
+
+
 def main(folder: Path) -> None:
     from sd_lightning.data.sources import digits
     from sd_lightning.data.transform import place, to_model_range
@@ -78,8 +90,10 @@ def main(folder: Path) -> None:
     tokenizer = make_tokenizer(corpus, max_length=architecture("tiny").length_of("text_encoder"))
     tokenizer.save_pretrained(folder / "tokenizer")
     pixels = [torch.from_numpy(place(source.image(i), (32, 32)).pixels.copy()) for i in range(len(source))]
-    vae = train_vae(to_model_range(torch.stack(pixels)))
+    images = to_model_range(torch.stack(pixels))
+    vae = train_vae(images)
     vae.save_pretrained(folder / "vae")
+    save_file(patch_statistics(vae, images), folder / "vae" / "patch_statistics.safetensors")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sd_lightning._errors import UsageError
@@ -83,6 +84,19 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     if random:  # both libraries would continue with random values
         raise UsageError(_misses(folder, component, random))
     return network, _described(component, network)
+
+
+def filled_network(component: Component, folder: Path) -> tuple[nn.Module, Component]:
+    """Build a network with the weights that a folder of the package has of these names, and return it with its record.
+
+    Args:
+        component: The network's class and configuration.
+        folder: Its safetensors files may have more than this network takes.
+    """
+    network = component.instantiate()
+    found = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    network.load_state_dict({name: found[name] for name in network.state_dict()})
+    return network.eval(), _described(component, network)
 
 
 def _check_weights(component: Component, folder: Path, variant: str | None) -> None:

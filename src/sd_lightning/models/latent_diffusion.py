@@ -46,7 +46,7 @@ class LatentDiffusion(PipelineParts):
         CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
 
         Args:
-            architecture: "tiny", "sd15", "sd21", "sdxl" or an :class:`Architecture`.
+            architecture: "tiny", "sd15", "sdxl", "klein_4b", … or an :class:`Architecture`.
             seed: Seed of the random weights; the global generator is not changed.
             device: Device of the weights; "meta" allocates none.
 
@@ -142,6 +142,11 @@ class LatentDiffusion(PipelineParts):
         """How encoded images become latents, and their shapes; see :meth:`Family.latent_space`."""
         return self.family.latent_space(self.vae)
 
+    @property
+    def size_multiple(self) -> int:
+        """Number of pixels of which the sides of images are multiples."""
+        return self.family.size_multiple(self.components["vae"].config)
+
     def draws_in_float32(self, network: str) -> bool:
         """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""
         return self.family.draws_in_float32(self.networks[network])
@@ -162,23 +167,24 @@ class LatentDiffusion(PipelineParts):
         return self.family.condition(text_encoders, batch)
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders."""
+        """Return token ids (B, L), and masks where the family has them; see :meth:`Family.tokenize`."""
         for caption in set(captions) - self._token_ids.keys():
             if len(self._token_ids) > 100_000:
                 self._token_ids.clear()
             self._token_ids[caption] = self.family.tokenize(self.tokenizers, [caption])
-        return {
-            name: torch.cat([self._token_ids[caption][name] for caption in captions]) for name in self.text_encoders
-        }
+        made = [self._token_ids[caption] for caption in captions]
+        return {name: torch.cat([each[name] for each in made]) for name in made[0]}
 
     def truncated(self, captions: Sequence[str]) -> list[bool]:
         """Return, for each caption, whether :meth:`tokenize` truncates it for any text encoder."""
-        limits = [(tokenizer, tokenizer.model_max_length) for tokenizer in self.tokenizers.values()]
+        family = self.family
+        limits = [(tokenizer, family.max_length(tokenizer)) for tokenizer in self.tokenizers.values()]
         long = {
             caption
             for caption in set(captions)
             for tokenizer, limit in limits
-            if len(tokenizer(caption, truncation=True, max_length=limit + 1).input_ids) > limit
+            for prompt in family.prompts(tokenizer, [caption])
+            if len(tokenizer(prompt, truncation=True, max_length=limit + 1).input_ids) > limit
         }
         return [caption in long for caption in captions]
 

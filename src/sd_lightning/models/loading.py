@@ -16,6 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models import families
 from sd_lightning.models.components import (
     defer_network,
+    filled_network,
     load_int8_network,
     load_network,
     load_tokenizer,
@@ -90,7 +91,7 @@ class PipelineParts:
 
 def build_parts(architecture: str | Architecture, *, seed: int, device: str | torch.device) -> PipelineParts:
     """Build a model from its configuration, with random weights; see :meth:`LatentDiffusion.build`."""
-    is_tiny = architecture == "tiny"
+    is_ours = isinstance(architecture, str)
     if isinstance(architecture, str):
         architecture = families.architecture(architecture)
     family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
@@ -103,6 +104,8 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             .load_class()
             .from_pretrained(TINY_TOKENIZER, model_max_length=architecture.length_of(name))
         )
+        if family.chat_template is not None:
+            tokenizer.chat_template = family.chat_template
         tokenizers[family.tokenizer_of(name)] = tokenizer
         ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
         config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
@@ -114,8 +117,8 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             for name in family.text_encoders:
                 embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=std)
-    if is_tiny and torch.device(device).type != "meta":
-        networks["vae"], components["vae"] = load_network(components["vae"], TINY_VAE)
+    if is_ours and architecture.has_tiny_vae and torch.device(device).type != "meta":
+        networks["vae"], components["vae"] = filled_network(components["vae"], TINY_VAE)
     components["scheduler"] = architecture.scheduler
     return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
 
@@ -172,7 +175,7 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
         tokenizer.save_pretrained(folder / name)
     index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
     index |= dict.fromkeys(family.absent, [None, None])
-    index |= {name: [family.parts[name].library, family.parts[name].classes[0]] for name in parts.tokenizers}
+    index |= {name: family.parts[name].named(tokenizer) for name, tokenizer in parts.tokenizers.items()}
     index |= parts.pipeline_options
     for name, component in parts.components.items():
         index[name] = [component.library, component.class_name]
@@ -196,11 +199,14 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
     """
     families.architecture(architecture, who="model")
     root = find_configs(pretrained, revision=revision)
-    family = family_of(str(read_json(root / "model_index.json").get("_class_name")), who=str(root))
+    index = read_json(root / "model_index.json")
+    family = family_of(str(index.get("_class_name")), who=str(root))
     denoiser = read_json(root / family.denoiser / "config.json")
     found = contradiction(architecture, family.pipeline_class, denoiser)
     if found is not None:
         raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
+    if (refusal := family.refusal_to_train(index)) is not None:
+        raise UsageError(f"model.pretrained={pretrained}: {refusal}")
     if any(stored_int8(root / name) for name in family.networks):
         raise UsageError(
             f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "

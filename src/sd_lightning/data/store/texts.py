@@ -60,7 +60,9 @@ class Tokenizing:
             rules = json.loads(tokenizer.backend_tokenizer.to_str())
             for call in ("padding", "truncation"):  # what the last call asked for
                 rules.pop(call)
-            about = [name, tokenizer.model_max_length, rules, str(tokenizer.special_tokens_map)]
+            about = [name, model.family.max_length(tokenizer), rules, str(tokenizer.special_tokens_map)]
+            if tokenizer.chat_template is not None:
+                about += [tokenizer.chat_template, *model.family.prompts(tokenizer, [""])]
             digest.update(json.dumps(about).encode())
         return cls(model.tokenize, digest.hexdigest())
 

@@ -10,10 +10,14 @@ from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Part
+from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.sdxl import SDXL
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
+from sd_lightning.models.families.z_image import ZImage
 
-FAMILIES: dict[str, Family] = {family.pipeline_class: family for family in (StableDiffusion(), SDXL())}
+FAMILIES: dict[str, Family] = {
+    family.pipeline_class: family for family in (StableDiffusion(), SDXL(), Flux2Klein(), ZImage())
+}
 """By pipeline class."""
 
 
@@ -30,8 +34,8 @@ def family_of(pipeline_class: str, *, who: str) -> Family:
     """
     if pipeline_class not in FAMILIES:
         raise UsageError(
-            f"{who}: got a {pipeline_class}; expected {' or '.join(FAMILIES)}; give a Stable Diffusion 1.x, 2.x or XL "
-            "pipeline"
+            f"{who}: got a {pipeline_class}; expected {' or '.join(FAMILIES)}; give a pipeline of these, or add a "
+            "family: subclass sd_lightning.models.families.Family and register() it"
         )
     return FAMILIES[pipeline_class]
 
@@ -68,7 +72,7 @@ def contradiction(name: str, pipeline_class: str, denoiser_config: Mapping[str, 
     width = denoiser_config.get(key)
     right = [n for n in widths if widths[n] == width]
     if name not in widths:
-        return f"a {pipeline_class}", (right or [n for n in widths if n != "tiny"])[0]
+        return f"a {pipeline_class}", (right or [n for n in widths if not n.startswith("tiny")])[0]
     if len(widths) == 1 or not right or name in right:
         return None
     return f"a {family.denoiser} with {key}={width}, not {widths[name]}", right[0]

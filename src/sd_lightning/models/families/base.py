@@ -165,7 +165,12 @@ class Part:
 
     library: str
     classes: tuple[str, ...]
-    """Allowed class names; for tokenizers the first one is saved."""
+    """Allowed class names; tokenizers that ship with the package are of the first."""
+
+    def named(self, tokenizer: Any) -> tuple[str, str]:
+        """Return library and class of a tokenizer, as in ``model_index.json``."""
+        known = (name for name in self.classes if type(tokenizer) is Component(self.library, name).load_class())
+        return self.library, next(known, self.classes[0])
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,8 @@ class Architecture:
     """Tokens per caption; a mapping by text encoder if they differ."""
     token_embedding_std: float | None = None
     """Standard deviation of initial token embeddings; None keeps the library's."""
+    has_tiny_vae: bool = False
+    """Whether the VAE gets the trained weights that ship with the package."""
 
     def length_of(self, text_encoder: str) -> int:
         """Return the number of tokens per caption of a text encoder."""
@@ -211,6 +218,18 @@ class Family(ABC):
     """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
+    trains_text_encoders: bool = True
+    """Whether text encoders may be trained; chat models are too large, and made for more than captions."""
+    has_attention_masks: bool = False
+    """Whether :meth:`tokenize` gives, beside ids, where they are no padding."""
+    most_tokens: int | None = None
+    """Tokens per caption, where the tokenizer would read more."""
+    chat_template: str | None = None
+    """Of the tokenizers of models built without files."""
+    no_guidance: float = 1.0
+    """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
+    example_scheduler: str = "DDIMScheduler"
+    """A scheduler that the pipeline can sample with, for messages."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
 
@@ -245,16 +264,35 @@ class Family(ABC):
     def resolution(self, components: Mapping[str, Component]) -> int:
         """Return the native image size of a model: side in pixels."""
 
+    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
+        """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
+        return None
+
     # Captions
 
+    def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
+        """Return what the tokenizer reads for captions; it may have a chat template."""
+        return list(captions)
+
+    def max_length(self, tokenizer: Any) -> int:
+        """Return the number of tokens per caption."""
+        length = int(tokenizer.model_max_length)
+        return length if self.most_tokens is None else min(length, self.most_tokens)
+
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders."""
-        return {
-            name: tokenizers[self.tokenizer_of(name)](
-                list(captions), padding="max_length", truncation=True, return_tensors="pt"
-            ).input_ids
-            for name in self.text_encoders
-        }
+        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders.
+
+        With :attr:`has_attention_masks`, ``<text encoder>_mask`` (B, L) is 1 for tokens and 0 for padding.
+        """
+        found: dict[str, Tensor] = {}
+        for name in self.text_encoders:
+            tokenizer = tokenizers[self.tokenizer_of(name)]
+            length = {"padding": "max_length", "truncation": True, "max_length": self.max_length(tokenizer)}
+            made = tokenizer(self.prompts(tokenizer, captions), **length, return_tensors="pt")
+            found[name] = made.input_ids
+            if self.has_attention_masks:
+                found[f"{name}_mask"] = made.attention_mask
+        return found
 
     @abstractmethod
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
@@ -262,7 +300,7 @@ class Family(ABC):
 
         Args:
             text_encoders: By name.
-            input_ids: By text encoder, (B, L).
+            input_ids: From :meth:`tokenize`.
 
         Returns:
             Tensors whose first dimension is the batch, possibly in nested dicts; names have no dots.
@@ -312,6 +350,14 @@ class Family(ABC):
             shift=float(config.get("shift_factor") or 0.0),
             scale=float(config.get("scaling_factor", 0.18215)),
         )
+
+    def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
+        """Return the number of pixels of which the sides of images are multiples."""
+        return SIZE_MULTIPLE
+
+    def image_tokens(self, vae_config: Mapping[str, Any], height: int, width: int) -> int:
+        """Return the number of tokens of an image, by which noise schedules may be shifted."""
+        return (height // self.size_multiple(vae_config)) * (width // self.size_multiple(vae_config))
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
@@ -386,7 +432,7 @@ class Family(ABC):
         if not self.samples_with(scheduler):
             raise UsageError(
                 f"scheduler={name or class_name}: {self.pipeline_class} cannot sample with it; choose another, such as "
-                "DDIMScheduler"
+                f"{self.example_scheduler}"
             )
         return scheduler
 

@@ -54,6 +54,20 @@ def clip(width: int, layers: int, activation: str, projection: int, *, class_nam
     return Component("transformers", class_name, config)
 
 
+TINY_VAE = {
+    "down_block_types": ["DownEncoderBlock2D"] * 3,
+    "up_block_types": ["UpDecoderBlock2D"] * 3,
+    "block_out_channels": [8, 16, 16],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 8,
+    "sample_size": 32,
+}
+"""Configuration of the VAE that ships with the package: digits of 32 x 32 pixels, 8 x 8 latents."""
+TINY_SCALING = 0.857535183429718
+"""Its scaling factor: ``tests/support/make_tiny.py`` measures it."""
+
+
 def ddim(prediction_type: str) -> Component:
     """Return the sampling scheduler of Stable Diffusion 1.5 and 2.1."""
     own = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
@@ -117,14 +131,7 @@ class StableDiffusion(UNetFamily):
                     down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
                     up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
                 ),
-                "vae": vae(
-                    down_block_types=["DownEncoderBlock2D"] * 3,
-                    up_block_types=["UpDecoderBlock2D"] * 3,
-                    block_out_channels=[8, 16, 16],
-                    layers_per_block=1,
-                    norm_num_groups=8,
-                    sample_size=32,
-                ),
+                "vae": vae(**TINY_VAE, scaling_factor=TINY_SCALING),
                 "text_encoder": Component(
                     "transformers",
                     "CLIPTextModel",
@@ -144,6 +151,7 @@ class StableDiffusion(UNetFamily):
             ),
             max_length=8,
             token_embedding_std=1.0,
+            has_tiny_vae=True,
         ),
         "sd15": Architecture(
             pipeline_class,

@@ -1,0 +1,146 @@
+"""Flux.2-klein: a transformer of two kinds of blocks, Qwen3, and a VAE whose patches are normalised.
+
+Blocks, position ids and time are those of Black Forest Labs' reference, as diffusers has them. The sizes of
+``klein_4b`` and ``klein_9b`` are those of the published base checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
+from sd_lightning.models.families.latents import LatentSpace, vae_factor
+from sd_lightning.models.families.stable_diffusion import TINY_VAE
+from sd_lightning.models.families.transformer import (
+    CHAT_TOKENIZER,
+    QWEN3,
+    TransformerFamily,
+    flow_euler,
+    qwen3,
+    tiny_qwen3,
+)
+
+HIDDEN_STATES = (9, 18, 27)
+"""The text encoder's hidden states that are the denoiser's input, side by side."""
+
+
+def transformer(heads: int, double_layers: int, single_layers: int, text_width: int, **config: Any) -> Component:
+    """Return a denoiser in the proportions of the published ones."""
+    own = {
+        "num_attention_heads": heads,
+        "num_layers": double_layers,
+        "num_single_layers": single_layers,
+        "joint_attention_dim": len(HIDDEN_STATES) * text_width,
+        "guidance_embeds": False,
+    }
+    return Component("diffusers", "Flux2Transformer2DModel", own | config)
+
+
+class Flux2Klein(TransformerFamily):
+    """Flux.2-klein. All tokens of a caption are the denoiser's input, padding too; its text encoder masks padding."""
+
+    pipeline_class = "Flux2KleinPipeline"
+    parts = {
+        "transformer": Part("diffusers", ("Flux2Transformer2DModel",)),
+        "vae": Part("diffusers", ("AutoencoderKLFlux2",)),
+        "text_encoder": QWEN3,
+        "tokenizer": CHAT_TOKENIZER,
+    }
+    pipeline_options = {"is_distilled": False}
+    stored_options = {"is_distilled": False}
+    width_key = "num_attention_heads"
+
+    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
+        if not options.get("is_distilled"):
+            return None
+        return (
+            "is_distilled is true: it draws in few steps without guidance, which training would undo; train the base "
+            "checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
+        )
+
+    def latent_space(self, vae: Any) -> LatentSpace:
+        """Return the space of 2 x 2 patches, normalised by the running statistics of the VAE's ``bn``."""
+        config, size = vae.config, self.packing
+        return LatentSpace(
+            channels=int(config["latent_channels"]) * size**2,
+            factor=vae_factor(config),
+            patch_size=size,
+            shift=vae.bn.running_mean,
+            scale=(vae.bn.running_var.float() + config["batch_norm_eps"]).rsqrt(),
+        )
+
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
+        ids, mask = input_ids["text_encoder"], input_ids["text_encoder_mask"]
+        states = self.hidden_states(text_encoders["text_encoder"], ids, mask)
+        return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
+
+    def prompt_embeds(self, conditioning: Conditioning) -> Tensor:
+        embeds: Tensor = conditioning["encoder_hidden_states"]
+        return embeds
+
+    def denoise(
+        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
+    ) -> Tensor:
+        count, _, height, width = noisy_latents.shape
+        text = conditioning["encoder_hidden_states"]
+        device = noisy_latents.device
+        # Positions (time, row, column, token): an image has rows and columns, a caption tokens.
+        image_ids = torch.zeros(height, width, 4, device=device)
+        image_ids[..., 1] = torch.arange(height, device=device)[:, None]
+        image_ids[..., 2] = torch.arange(width, device=device)
+        text_ids = torch.zeros(text.shape[1], 4, device=device)
+        text_ids[:, 3] = torch.arange(text.shape[1], device=device)
+        packed: Tensor = denoiser(
+            hidden_states=noisy_latents.flatten(2).mT,
+            timestep=timesteps.expand(count) / 1000,
+            guidance=None,
+            encoder_hidden_states=text,
+            txt_ids=text_ids,
+            img_ids=image_ids.flatten(0, 1),
+            return_dict=False,
+        )[0]
+        return packed.mT.unflatten(2, (height, width))
+
+    scheduler = flow_euler(shift=3.0, use_dynamic_shifting=True)
+    vae = Component("diffusers", "AutoencoderKLFlux2", {"latent_channels": 32, "sample_size": 1024})
+    architectures = {
+        "tiny_klein": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(
+                    4, 1, 2, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 4, 4, 4]
+                ),
+                "vae": Component("diffusers", "AutoencoderKLFlux2", TINY_VAE),
+                "text_encoder": tiny_qwen3(28),
+            },
+            scheduler=flow_euler(shift=1.0),
+            max_length=16,
+            token_embedding_std=1.0,
+            has_tiny_vae=True,
+        ),
+        "klein_4b": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(24, 5, 20, 2560),
+                "vae": vae,
+                "text_encoder": qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True),
+            },
+            scheduler=scheduler,
+            max_length=512,
+        ),
+        "klein_9b": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(32, 8, 24, 4096),
+                "vae": vae,
+                "text_encoder": qwen3(4096, 36, intermediate_size=12288),
+            },
+            scheduler=scheduler,
+            max_length=512,
+        ),
+    }

@@ -211,10 +211,20 @@ class DynamicShift:
         return law
 
     def at(self, image_tokens: int) -> float:
-        """Return the shift for latents of that many image tokens."""
+        """Return the shift for latents of that many image tokens.
+
+        Raises:
+            UsageError: It is not above 0, where the linear law is extended too far.
+        """
         slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
         mu = self.base_shift + slope * (image_tokens - self.base_image_seq_len)
-        return math.exp(mu) if self.time_shift_type == "exponential" else mu
+        shift = math.exp(mu) if self.time_shift_type == "exponential" else mu
+        if shift <= 0:
+            raise UsageError(
+                f"Objective got a dynamic shift of {shift:.3g} for {image_tokens} image tokens from {self}; expected one "
+                "above 0. Train at a larger resolution, or set objective.shift to a number such as 1."
+            )
+        return shift
 
 
 @dataclass(frozen=True)
@@ -377,7 +387,7 @@ class Flow(Prediction):
 
     def schedule(self, scheduler_config: Mapping[str, Any]) -> FlowSchedule:
         own = is_flow_matching(scheduler_config)
-        shift: float | DynamicShift = float(scheduler_config.get("shift", 1.0)) if own else 1.0
+        shift: float | DynamicShift = float(scheduler_config.get("shift" if own else "flow_shift", 1.0))
         if own and scheduler_config.get("use_dynamic_shifting"):
             shift = DynamicShift.from_config(scheduler_config)
         return FlowSchedule(int(scheduler_config.get("num_train_timesteps", 1000)), shift, whole_timesteps=not own)

@@ -38,6 +38,7 @@ VARIED = (
 )
 SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "fsdp"), ("tiny_z_image", "zero3"), ("tiny_z_image", "gemini")]
 SWAPPED += [("tiny_klein", "zero2"), ("tiny_z_image", "fsdp")]
+BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             resume = str(folder / f"{family}-relay" / "checkpoints" / f"step-{steps:08d}")
         for name in STRATEGIES:
             jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in VARIATIONS.items()}
+            jobs[2][f"{family}:{name}:bf16"] = {"strategy": name, "steps": 4, "precision": "bf16-true"}
             swaps = {"sampled": {"sample_every": 2, "trainer": VALIDATING}, "plain": {}}
             jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in swaps.items()}
     found: dict[str, dict[str, Any]] = {}
@@ -114,6 +116,14 @@ def test_variations_of_training_are_those_of_one_process(
 ) -> None:
     whole = results[f"{family}:{'lora' if variation == 'lora' else 'whole'}"]["losses"][:4]
     assert results[f"{family}:{name}:{variation}"]["losses"] == pytest.approx(whole, abs=2e-6)
+
+
+@pytest.mark.needs("{family}:{name}:bf16", "{family}:whole")
+@pytest.mark.parametrize(("family", "name"), keep(BF16, CASES))
+def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], family: str, name: str) -> None:
+    ours, whole = results[f"{family}:{name}:bf16"]["losses"], results[f"{family}:whole"]["losses"][:4]
+    assert ours == pytest.approx(whole, rel=2e-2)
+    assert ours != whole
 
 
 _LOADS = """

@@ -268,6 +268,18 @@ class Family(ABC):
         """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
         return None
 
+    def check_trained_text(self, setting: str) -> None:
+        """Check that text encoders may be trained, as a setting asks for: "train_text_encoder=true".
+
+        Raises:
+            UsageError: They are chat models.
+        """
+        if not self.trains_text_encoders:
+            raise UsageError(
+                f"module got {setting} and a {self.pipeline_class}, whose text encoder is a chat model that stays "
+                f"frozen; leave {setting.partition('=')[0]} out"
+            )
+
     # Captions
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
@@ -355,9 +367,9 @@ class Family(ABC):
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
 
-    def image_tokens(self, vae_config: Mapping[str, Any], height: int, width: int) -> int:
-        """Return the number of tokens of an image, by which noise schedules may be shifted."""
-        return (height // self.size_multiple(vae_config)) * (width // self.size_multiple(vae_config))
+    def image_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
+        return height * width
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.

@@ -54,6 +54,9 @@ class ZImage(TransformerFamily):
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
         return [feats[:length] for feats, length in zip(conditioning["cap_feats"], lengths, strict=True)]
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return (height // self.packing) * (width // self.packing)
+
     def denoise(
         self, denoiser: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:

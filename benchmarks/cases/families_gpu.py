@@ -1,7 +1,8 @@
-"""Today's models on one GPU, at their published size with random weights: predicted against measured memory and time.
+"""Today's models on one GPU, at their published size, random weights: predicted against measured memory and time.
 
-Latents and text embeddings come ready, as from a store. Memory is what torch's allocator holds at the peak; the planner's
-allowance for the CUDA context is left out. Time is predicted from the GPU's data sheet, without a calibration.
+Latents and text embeddings come ready, as from a store. Memory is what torch's allocator holds at the peak; the
+planner's allowance for the CUDA context is left out. Time is predicted from the GPU's data sheet, without a
+calibration.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +48,8 @@ SETTINGS = (
     Setting("klein_4b", rank=16, precision="bf16-true"),
     Setting("klein_4b", rank=16, precision="bf16-true", checkpointing=False, batch_size=2),
     Setting("z_image", rank=16, precision="bf16-true"),
-    Setting("klein_4b", "gemini_offload"),
     Setting("klein_4b", "gemini", batch_size=2),
+    Setting("klein_4b", "gemini_offload"),
 )
 MEASURED = {
     str(each): Run(
@@ -68,7 +70,8 @@ TABLE = {
         "{klein_4b_full_gemini_offload_4_bf16_mixed_gb}"
     ),
     "the same, images per second": (
-        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; {klein_4b_full_gemini_2_bf16_mixed_images_per_second}; "
+        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; "
+        "{klein_4b_full_gemini_2_bf16_mixed_images_per_second}; "
         "{klein_4b_full_gemini_offload_4_bf16_mixed_images_per_second}"
     ),
 }
@@ -84,6 +87,8 @@ DRY: dict[str, Any] = {
 def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device: str = "h200") -> Iterator[Measured]:
     """Train some steps under every setting; yield all metrics after each run.
 
+    A setting that fails takes no other with it; the first failure is raised at the end.
+
     Args:
         settings: What is trained.
         steps: Optimizer steps of each run; the first two do not count.
@@ -91,9 +96,16 @@ def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device:
     """
     metrics: dict[str, float | list[float] | str] = {}
     off: list[float] = []
+    failures: list[Exception] = []
     for setting in settings:
-        name, plan = str(setting), planned(setting, device)
-        seconds, peak = trained(setting, plan, steps)
+        name = str(setting)
+        try:
+            plan = planned(setting, device)
+            seconds, peak = trained(setting, plan, steps)
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(error)
+            continue
         told = max(plan.memory.on_device[:2], key=lambda phase: phase.nbytes)  # the step's; nothing is encoded
         metrics[f"{name}_ms"], metrics[f"{name}_gb"] = 1e3 * seconds, peak / 1e9
         metrics[f"{name}_images_per_second"] = setting.batch_size / seconds
@@ -104,6 +116,8 @@ def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device:
         metrics["memory_off_by"] = max(off, default=0.0)
         print(name, {key: value for key, value in metrics.items() if key.startswith(name)}, file=sys.stderr, flush=True)
         yield metrics
+    if failures:
+        raise failures[0]
 
 
 def planned(setting: Setting, device: str) -> Any:
@@ -124,9 +138,15 @@ def planned(setting: Setting, device: str) -> Any:
     )
     candidates = [each for each in presets.candidates() if each.name == setting.strategy]
     model = LatentDiffusion.build(setting.model, device="meta")
-    options: dict[str, Any] = {"run": run, "candidates": candidates, "checkpointing": setting.checkpointing, "tf32": True}
+    options: dict[str, Any] = {
+        "run": run,
+        "candidates": candidates,
+        "checkpointing": setting.checkpointing,
+        "tf32": True,
+    }
     result = plan(model, device, micro_batches=[setting.batch_size], **options)
-    return result.best or result.too_large[0]
+    (found,) = result.best or result.too_large
+    return found
 
 
 def _optimizer() -> Any:

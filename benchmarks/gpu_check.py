@@ -53,6 +53,7 @@ PARTS = {
     "2": Part("the planner and its calibration", 540, (("planner_gpu", 440),)),
     "3": Part("presets and training", 540, (("train_step_gpu", 80), ("dreambooth_gpu", 260))),
     "4": Part("compiled layers, and the ladder: its last rungs may need a second call", 540, (("ladder_gpu", 440),)),
+    "5": Part("today's models at their published size", 300, (("families_gpu", 200),)),
 }
 TRAINS = "test_each_trains_as_one_plain_process_or_stops_at_a_signal"
 TESTS = (
@@ -65,6 +66,7 @@ TESTS = (
     ("tests/training/test_speed.py", "1", 4),
     ("tests/callbacks/test_ema.py", "1", 10),
     ("tests/models", "1", 2),
+    ("tests/models/test_families_gpu.py", "5", 3),
     ("tests/planner", "2", 40),
     ("tests/training/test_speed.py::test_cuda_compiled", "4", 70),
 )

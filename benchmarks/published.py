@@ -4,14 +4,21 @@ Half of the judged cases may set the planner's assumed constants (:data:`SETS`),
 (:data:`JUDGES`). Which is which was committed before the planner was first run on them. :data:`SHOWN` are figures
 whose settings are too uncertain to judge by; NVIDIA's times with flash attention were added to them after that run.
 
-The T4's and SimpleTuner's figures were read at their source, the others as they are quoted.
+The T4's, SimpleTuner's and OneTrainer's figures were read at their source, the others as they are quoted.
+
+The rows of transformers, of 2025 and 2026, are divided by a rule: those of a measured table alternate in its order,
+the first sets, and a row's memory and time are in the same half. What is a guess ("about 22 GB"), a card's size or a
+range is shown only. Rows wait as long as :func:`missing` says why.
+
+Left out are models that are none here and will not be: Ideogram 4, and the video models Wan and Hunyuan, which are all
+that NeMo publishes with seconds and GB; and MLPerf's Flux.1, whose number of steps is not stated.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 SETS, JUDGES, SHOWN = "sets", "judges", "shown"
-MIB, GB = 2**20, 1e9
+MIB, GIB, GB = 2**20, 2**30, 1e9
 KNOWN, GUESSED, TIME = 0.15, 0.25, 0.35
 """How far a prediction may be off: memory whose settings are all known, memory otherwise, and times."""
 
@@ -33,6 +40,10 @@ class Setup:
     checkpointing: bool = False
     tf32: bool = False
     adam_8bit: bool = False
+    lora_rank: int = 0
+    """0: all weights are trained."""
+    lacks: str = ""
+    """What it has that we do not; its figures wait for that."""
     run: dict[str, Any] = field(default_factory=dict)
     """More fields of ``TrainingRun``."""
 
@@ -59,6 +70,15 @@ _T4 = "github.com/ShivamShrirao/diffusers, examples/dreambooth/README.md: a tabl
 _COLOSSALAI = "hpc-ai.com, Colossal-AI 0.2.0: Stable Diffusion 2.0 with 5.6 times less memory, 2023"
 _SIMPLETUNER = "github.com/bghira/SimpleTuner, documentation/DEEPSPEED.md: SDXL on an RTX 4090"
 _ANYSCALE = "anyscale.com, pre-training of Stable Diffusion 2 with Ray on A100"
+_KREA = "github.com/bghira/SimpleTuner, documentation/quickstart/KREA2.md: LoRA on an H100, compile off"
+_ZIMAGE = "github.com/bghira/SimpleTuner, documentation/quickstart/ZIMAGE.md: LoRA over int8 weights (SDNQ)"
+_FLUX2 = "github.com/bghira/SimpleTuner, documentation/quickstart/FLUX2.md: hardware requirements of klein"
+_FLUX = "github.com/bghira/SimpleTuner, documentation/quickstart/FLUX.md: NF4-quantised training"
+_ONETRAINER = "github.com/Nerogar/OneTrainer, training_presets, of August 2026"
+_INT8 = "frozen weights in int8 below the adapters"
+_FUSED = "the optimizer's step in backward, with stochastic rounding"
+_SHORT = "the size of the images, that of the named example; its only caption is one sign, padding is dropped"
+_RANK = "rank and optimizer; those of the page's example are assumed, with its text encoder away"
 _TEMPLATE = "github.com/anyscale/templates, stable-diffusion-pretraining, 03_end_to_end.ipynb: 48 A10G, 32 A100 80 GB"
 _PROVISIONED = "the same number for both resolutions, and whether fewer would do"
 
@@ -97,6 +117,73 @@ _SDXL = Setup(
     run={"encodes": False},
 )
 
+# In bf16, the adapters too; embeddings and latents are cached, and encoders are gone.
+_TRANSFORMER: dict[str, Any] = {
+    "precision": "bf16-true",
+    "checkpointing": True,
+    "lora_rank": 64,
+    "run": {"encodes": False},
+}
+_KREA_ROWS = (
+    ("bf16", 512, 1, 0.353, 31.10),
+    ("bf16", 512, 4, 1.230, 39.31),
+    ("bf16", 512, 8, 2.430, 50.32),
+    ("bf16", 1024, 1, 0.990, 33.28),
+    ("bf16", 1024, 4, 3.850, 48.35),
+    ("bf16", 1024, 8, 7.690, 67.88),
+    ("int8", 512, 1, 0.535, 18.10),
+    ("int8", 512, 4, 1.690, 27.46),
+    ("int8", 512, 8, 3.220, 40.52),
+    ("int8", 1024, 1, 1.330, 20.35),
+    ("int8", 1024, 4, 4.850, 36.99),
+    ("int8", 1024, 8, 9.520, 58.84),
+)
+"""Weights, pixels, batch, seconds a step, GiB by nvidia-smi."""
+
+
+def _krea() -> dict[str, Published]:
+    rows = {}
+    for number, (weights, size, batch, seconds, gib) in enumerate(_KREA_ROWS):
+        setup = Setup("krea2", "h100", batch, size, **_TRANSFORMER, lacks=_INT8 if weights == "int8" else "")
+        half, name = (SETS, JUDGES)[number % 2], f"krea_{weights}_{size}_b{batch}"
+        rows[name] = Published(setup, "reserved", gib * GIB, half, GUESSED, _KREA, _RANK)
+        rows[f"{name}_step"] = Published(setup, "step", seconds, half, TIME, _KREA, _RANK)
+    return rows
+
+
+def _onetrainer() -> dict[str, Published]:
+    """Presets for cards of 8 to 24 GB, at 512² with a batch of 2."""
+    kinds = {
+        "lora_8gb": (8, 16, f"{_INT8}; blocks that are moved to host memory"),
+        "lora_16gb": (16, 16, _INT8),
+        "full_16gb": (16, 0, f"{_FUSED}; blocks that are moved to host memory"),
+        "full_24gb": (24, 0, _FUSED),
+    }
+    return {
+        f"onetrainer_{model}_{kind}": Published(
+            Setup(model, "rtx-4090", 2, **{**_TRANSFORMER, "lora_rank": rank, "lacks": lacks}),
+            "reserved",
+            size * GB,
+            SHOWN,
+            GUESSED,
+            _ONETRAINER,
+            "the size of the card, not a measurement; 8 bit in the weights or in the text encoder",
+        )
+        for model in ("klein_9b", "z_image")
+        for kind, (size, rank, lacks) in kinds.items()
+    }
+
+
+def _z_image() -> dict[str, Published]:
+    rows = {}
+    for number, (gpu, seconds, gib) in enumerate((("h100", 1.107, 9.70), ("l40s", 1.026, 9.66))):
+        setup, half = Setup("z_image", gpu, 1, **_TRANSFORMER, lacks=_INT8), (SETS, JUDGES)[number % 2]
+        rows[f"z_image_int8_{gpu}"] = Published(setup, "allocated", gib * GIB, half, KNOWN, _ZIMAGE, _SHORT)
+        rows[f"z_image_int8_{gpu}_step"] = Published(setup, "step", seconds, half, TIME, _ZIMAGE, _SHORT)
+    return rows
+
+
+_BY_EYE = "the source says 'about'; rank, batch and size of the images are not stated"
 PUBLISHED = {
     "nvidia_tf32": Published(_TF32, "reserved", 69479 * MIB, SETS, KNOWN, _NVIDIA),
     "nvidia_fp16": Published(_FP16, "reserved", 71695 * MIB, JUDGES, KNOWN, _NVIDIA),
@@ -176,7 +263,47 @@ PUBLISHED = {
         "mosaicml.com, Training Stable Diffusion from scratch for less than $50k, 2023: 36 images/s per A100",
         "batch per GPU, and the network between machines",
     ),
+    **_krea(),
+    **_z_image(),
+    **_onetrainer(),
+    **{
+        f"simpletuner_{model}": Published(
+            Setup(model, "rtx-4090", 1, **_TRANSFORMER), "reserved", size * GB, SHOWN, GUESSED, _FLUX2, _BY_EYE
+        )
+        for model, size in (("klein_4b", 12), ("klein_9b", 22))
+    },
+    **{
+        f"simpletuner_flux1_{size}_step": Published(
+            Setup("flux1_dev", "rtx-4090", 1, size, **_TRANSFORMER, lacks="frozen weights in NF4 below the adapters"),
+            "step",
+            seconds,
+            SHOWN,
+            TIME,
+            _FLUX,
+            "an example, not a measurement",
+        )
+        for size, seconds in ((512, 1.4), (1024, 3.5))
+    },
+    "sd_scripts_flux1_full": Published(
+        Setup("flux1_dev", "rtx-5090", 5, 1024, **{**_TRANSFORMER, "lora_rank": 0, "lacks": _FUSED}),
+        "step",
+        60,
+        SHOWN,
+        TIME,
+        "github.com/kohya-ss/sd-scripts, pull request 2187: about a minute a step, at least 128 GB of host memory",
+        _BY_EYE,
+    ),
 }
+
+
+AWAITED = frozenset(("flux1_dev", "klein_4b", "klein_9b", "krea2", "z_image"))
+"""Models of these figures that are not here yet: take a name out when its architecture is there."""
+
+
+def missing(published: Published) -> str:
+    """Return why a figure cannot be predicted yet; "" if it can."""
+    model = published.setup.model
+    return f"the model {model} is not here yet" if model in AWAITED else published.setup.lacks
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import strategy_table
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
-from sd_lightning.models.families import Component, architecture
+from sd_lightning.models.families import Component, architecture, family_of
 from sd_lightning.models.lora import Lora, plain_names
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import runs
@@ -52,6 +52,22 @@ PART = {
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
 }
 """The blocks of sd21, some of them: what takes DDP and DeepSpeed too long with all of it."""
+WIDE: dict[str, dict[str, Any]] = {
+    "tiny_klein": {
+        "num_attention_heads": 10,
+        "attention_head_dim": 64,
+        "axes_dims_rope": [16, 16, 16, 16],
+        "num_single_layers": 12,
+    },
+    "tiny_z_image": {
+        "dim": 640,
+        "n_heads": 10,
+        "n_kv_heads": 10,
+        "axes_dims": [32, 16, 16],
+        "n_layers": 12,
+    },
+}
+"""Transformers wide enough for their memory to be seen among all else that a process has."""
 
 
 def values_at(name: str, index: Tensor) -> Tensor:
@@ -59,32 +75,33 @@ def values_at(name: str, index: Tensor) -> Tensor:
     return ((index + zlib.crc32(name.encode()) % _PERIOD) % _PERIOD - _PERIOD // 2).float() / 2**15
 
 
-def write_pipeline(folder: Path, **unet: Any) -> None:
-    """Write a pipeline with tiny frozen parts and a UNet in float16, of which nothing is ever in memory as a whole.
+def write_pipeline(folder: Path, base: str = "tiny", **config: Any) -> None:
+    """Write a pipeline with tiny frozen parts and a denoiser in float16, of which nothing is ever in memory as a whole.
 
     Args:
         folder: Written into.
-        **unet: What its configuration has beside sd21's.
+        base: Tiny architecture; the denoiser of "tiny" itself is sd21's.
+        **config: What the denoiser's configuration has beside that.
     """
-    tiny, sd21 = architecture("tiny"), architecture("sd21")
-    clip = {**tiny.networks["text_encoder"].config, "hidden_size": 1024, "num_hidden_layers": 1}
-    networks = {
-        **tiny.networks,
-        "unet": Component("diffusers", "UNet2DConditionModel", {**sd21.networks["unet"].config, **unet}),
-        "text_encoder": Component("transformers", "CLIPTextModel", clip),
-    }
+    tiny = architecture(base)
+    networks = dict(tiny.networks)
+    if base == "tiny":
+        networks["unet"] = architecture("sd21").networks["unet"]
+        clip = {**tiny.networks["text_encoder"].config, "hidden_size": 1024, "num_hidden_layers": 1}
+        networks["text_encoder"] = Component("transformers", "CLIPTextModel", clip)
+    name = family_of(tiny.pipeline_class, who="write_pipeline").denoiser
+    networks[name] = replace(networks[name], config={**networks[name].config, **config})
     model = LatentDiffusion.build(replace(tiny, networks=networks), device="meta")
-    frozen = {name: network for name, network in networks.items() if name != "unet"}
-    small = LatentDiffusion.build(replace(tiny, networks={**frozen, "unet": tiny.networks["unet"]}))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.denoiser.state_dict().items()}
-    model.networks |= {name: small.networks[name] for name in frozen}
-    model.save_pretrained(folder, skip=("unet",))
+    small = LatentDiffusion.build(replace(tiny, networks=networks | {name: tiny.networks[name]}))
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.denoiser.state_dict().items()}
+    model.networks |= {each: small.networks[each] for each in networks if each != name}
+    model.save_pretrained(folder, skip=(name,))
     ramp = values_at("", torch.arange(_BLOCK + _PERIOD) - zlib.crc32(b"") % _PERIOD).half()
     tensors = {
-        name: StreamedTensor(torch.float16, shape, partial(_slices, ramp, name, math.prod(shape)))
-        for name, shape in shapes.items()
+        key: StreamedTensor(torch.float16, shape, partial(_slices, ramp, key, math.prod(shape)))
+        for key, shape in shapes.items()
     }
-    write_streamed(folder / "unet" / "diffusion_pytorch_model.safetensors", tensors)
+    write_streamed(folder / name / "diffusion_pytorch_model.safetensors", tensors)
 
 
 def _slices(ramp: Tensor, name: str, numel: int) -> Iterator[Tensor]:
@@ -121,8 +138,8 @@ class Measured(PortableCheckpoint):
         if trainer.is_global_zero:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             runs.mark(self.run_dir)
-        self.found["largest"] = max(4 * p.numel() for p in pl_module.unet.parameters())
-        self.found["whole"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
+        self.found["largest"] = max(4 * p.numel() for p in pl_module.denoiser.parameters())
+        self.found["whole"] = sum(4 * p.numel() for p in pl_module.denoiser.parameters())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.found["peak"] = status("VmHWM") - self.base
@@ -172,7 +189,7 @@ class Measured(PortableCheckpoint):
 def _is_as_written(shard: Any) -> bool:
     count = min(shard.end - shard.begin, 4096)
     index = torch.linspace(0, max(shard.end - shard.begin - 1, 0), count, dtype=torch.float64).long()
-    name = shard.name.removeprefix("unet.")
+    name = shard.name.partition(".")[2]
     return torch.equal(shard.master.reshape(-1)[index], values_at(name, index + shard.begin))
 
 
@@ -185,15 +202,15 @@ class MeasuredLora(PortableCheckpoint):
         self.found: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.found["largest"] = max(4 * p.numel() for p in pl_module.unet.parameters())
-        self.found["float32"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
+        self.found["largest"] = max(4 * p.numel() for p in pl_module.denoiser.parameters())
+        self.found["float32"] = sum(4 * p.numel() for p in pl_module.denoiser.parameters())
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.found["peak"] = status("VmHWM") - self.base
         engine = getattr(trainer.strategy, "engine", None)
         if engine is None:
-            self.found["kept"] = sum(p.nbytes for p in pl_module.unet.parameters())
+            self.found["kept"] = sum(p.nbytes for p in pl_module.denoiser.parameters())
         else:
             statistics = engine.statistics()
             self.found["kept"] = sum(n for k, n in statistics.items() if k.startswith("bytes/"))
@@ -267,7 +284,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     measured = Measured(job, base)
     # Gemini allocates moments when it is set up, torch's optimizers and so the others in the first step.
     optimizer = partial(torch.optim.SGD, lr=0.1) if job["strategy"] == "gemini" else adamw
-    module = Untrained(LatentDiffusion.from_pretrained(job["folder"], deferred=("unet",)), optimizer=optimizer)
+    module = Untrained(LatentDiffusion.from_pretrained(job["folder"], deferred=("denoiser",)), optimizer=optimizer)
     fit(module, data(batch_size=2), 1, measured, strategy=strategy, devices=2, max_epochs=1)
     if hasattr(strategy, "peak"):
         measured.found["before_engine"] = strategy.peak - base
@@ -290,10 +307,11 @@ def measure_lora(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train a step from weights in files or in memory, or only validate; return checkpoint and metrics."""
-    names = ("unet", "text_encoder") if job["deferred"] else ()
+    trained = ("denoiser",) if job.get("frozen_text") else ("denoiser", "text_encoders")
+    names = trained if job["deferred"] else ()
     model = LatentDiffusion.from_pretrained(job["folder"], deferred=names)
-    lora = Lora(rank=3, target_modules=["to_q", "to_v", "conv1"]) if job.get("lora") else None
-    module = SDLightningModule(model, optimizer=adamw, train_text_encoder=True, lora=lora)
+    lora = Lora(rank=3, target_modules=job.get("targets", ["to_q", "to_v", "conv1"])) if job.get("lora") else None
+    module = SDLightningModule(model, optimizer=adamw, train_text_encoder=len(trained) > 1, lora=lora)
     checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=0)
     options: dict[str, Any] = {"precision": job.get("precision", "32-true"), "limit_val_batches": 1}
     options |= {"accelerator": job.get("accelerator", "cpu"), "devices": job.get("devices", 2)}

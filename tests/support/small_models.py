@@ -77,6 +77,15 @@ _FEW_BLOCKS: Architecture = replace(
 )
 
 
+RAGGED_LENGTH = 80
+"""Tokens per caption of :func:`for_ragged_captions`."""
+
+
+def for_ragged_captions(name: str, seed: int) -> LatentDiffusion:
+    """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96."""
+    return LatentDiffusion.build(replace(architecture(name), max_length=RAGGED_LENGTH), seed=seed)
+
+
 def few_blocks(seed: int) -> LatentDiffusion:
     """Return the `tiny` model with one level and no middle block: engines spend time on every module of a network."""
     model = LatentDiffusion.build(_FEW_BLOCKS, seed=seed)

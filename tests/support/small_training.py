@@ -30,17 +30,27 @@ BATCH_SIZE = 8
 STEPS_PER_EPOCH = 5
 
 
+class RaggedDigits(Digits):
+    """Digits with captions of one to seven sentences: those of a batch, and of its ranks, have several lengths."""
+
+    def captions(self, index: int) -> list[str]:
+        sentences = [f"{each}, " * (1 + index % 7) for each in super().captions(index)]
+        return [each.removesuffix(", ") for each in sentences]
+
+
 @cache
-def _digits() -> Digits:
-    return Digits("train")
+def _digits(cls: type[Digits]) -> Digits:
+    return cls("train")
 
 
-def data(*, batch_size: int = BATCH_SIZE, num_workers: int = 0, cache_latents: bool = True) -> SDDataModule:
+def data(
+    *, batch_size: int = BATCH_SIZE, num_workers: int = 0, cache_latents: bool = True, source: type[Digits] = Digits
+) -> SDDataModule:
     """Return 43 digits to train on (five batches and a remainder) and 16 held out."""
-    source = _digits()
+    digits = _digits(source)
     return SDDataModule(
-        SourceSubset(source, range(BATCH_SIZE * STEPS_PER_EPOCH + 3)),
-        SourceSubset(source, range(100, 116)),
+        SourceSubset(digits, range(BATCH_SIZE * STEPS_PER_EPOCH + 3)),
+        SourceSubset(digits, range(100, 116)),
         batch_size=batch_size,
         images=ImageOptions(32, True, False, 0.1),
         loader=LoaderOptions(num_workers),

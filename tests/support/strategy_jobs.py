@@ -30,7 +30,8 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.training.lr_schedules import cosine
 from sd_lightning.training.speed import precision_options
-from small_training import apply_speed, data, fit, module, trainer_of
+from small_models import for_ragged_captions
+from small_training import RaggedDigits, apply_speed, data, fit, module, trainer_of
 from strategy_table import strategy_of
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
@@ -151,9 +152,12 @@ def module_of(job: dict[str, Any]) -> Any:
         options["lora"] = Lora(**job["lora"])
     if job.get("token"):
         options |= {"learned_token": LearnedToken(job["token"]), "train_text_encoder": False}
+    model = None
+    if job.get("family"):
+        model, options["train_text_encoder"] = for_ragged_captions(job["family"], seed=1), False
     if job.get("lr_scheduler"):
         options["lr_scheduler"] = partial(cosine, total_steps=job["steps"], warmup_steps=2)
-    pl_module = module(optimizer=optimizer, **options)
+    pl_module = module(model, optimizer=optimizer, **options)
     if job.get("train_only"):  # a small trained set, such as LoRA's
         for network in pl_module.trained_networks().values():
             for name, parameter in network.named_parameters():
@@ -203,7 +207,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("bad_at"):
             callbacks.append(NonFiniteLossGuard(2))
             pl_module.__class__ = type("BadLoss", (BadLoss,), {"bad_at": job["bad_at"]})
-        datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
+        datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else _digits(job)
         if job.get("images"):
             datamodule = image_folder_data(**job["images"])
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
@@ -218,6 +222,10 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     loads = LoadEach(job["checkpoints"])
     fit(module(), data_at(job["steps"]), 1, loads, **options)
     return {"found": loads.found}
+
+
+def _digits(job: dict[str, Any]) -> Any:
+    return data(source=RaggedDigits) if job.get("family") else data()
 
 
 def data_at(batches: int) -> Any:

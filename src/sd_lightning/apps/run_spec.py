@@ -60,12 +60,15 @@ class ModelSource:
         """Return an argument of the function; None if it is not set."""
         return self.builder.arguments.get(name)
 
-    def check(self) -> None:
+    def check(self, trained_text: str | None = None) -> None:
         """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or pictures.
 
+        Args:
+            trained_text: The setting by which text encoders are trained.
+
         Raises:
-            UsageError: The pipeline has another architecture, or cannot be trained; or there is none, and a setting
-                is meant for it.
+            UsageError: The pipeline has another architecture, or it or its text encoders cannot be trained; or there is
+                none, and a setting is meant for it.
         """
         if not self.is_ours:
             return
@@ -77,6 +80,12 @@ class ModelSource:
             from sd_lightning.models.loading import check_pretrained
 
             check_pretrained(self.get("architecture"), self.get("pretrained"), revision=self.get("revision"))
+        if trained_text is not None:
+            from sd_lightning.models.families import architecture, family_of
+
+            family_of(architecture(self.get("architecture")).pipeline_class, who="model").check_trained_text(
+                trained_text
+            )
 
     def describe(self) -> LatentDiffusion:
         """Return the model without weights, on the meta device."""
@@ -224,6 +233,13 @@ class RunSpec:
     @property
     def lora(self) -> Lora | None:
         return self._part("lora")
+
+    @property
+    def trained_text(self) -> str | None:
+        """The setting by which text encoders are trained; None if they stay frozen."""
+        if self.get("module.train_text_encoder"):
+            return "train_text_encoder=true"
+        return "learn_token=true" if self.get("learned_token") else None
 
     @property
     def learned_token(self) -> LearnedToken | None:

@@ -95,7 +95,7 @@ def _run(
     if spec.left_to_planner():
         from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
 
-        spec.model.check()
+        spec.model.check(spec.trained_text)
         spec, choice = choose_plan(spec)
         check_trainer(spec)
         if is_first_process():
@@ -104,7 +104,7 @@ def _run(
     stop = callback_of(trainer, StopOnSignal)
     if stop is not None:
         stop.asked = asked
-    spec.model.check()
+    spec.model.check(spec.trained_text)
     if spec.speed.limits_activations:
         from sd_lightning.apps.planning import recomputation
 

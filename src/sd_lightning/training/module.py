@@ -97,11 +97,9 @@ class SDLightningModule(pl.LightningModule):
         if not 0 <= seed < 2**63:
             raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
         has_text = train_text_encoder or learned_token is not None
-        if has_text and not latent_diffusion.family.trains_text_encoders:
-            given = "train_text_encoder=true" if train_text_encoder else "learned_token="
-            raise UsageError(
-                f"SDLightningModule got {given} and a {latent_diffusion.pipeline_class}, whose text encoder is a chat "
-                f"model that stays frozen; leave {given.partition('=')[0]} out"
+        if has_text:
+            latent_diffusion.family.check_trained_text(
+                "train_text_encoder=true" if train_text_encoder else "learned_token"
             )
         if learned_token is not None:
             learned_token.apply_(latent_diffusion)

@@ -276,6 +276,18 @@ class Family(ABC):
         """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
         return None
 
+    def check_trained_text(self, setting: str) -> None:
+        """Check that text encoders may be trained, as a setting asks for: "train_text_encoder=true".
+
+        Raises:
+            UsageError: They are chat models.
+        """
+        if not self.trains_text_encoders:
+            raise UsageError(
+                f"module got {setting} and a {self.pipeline_class}, whose text encoder is a chat model that stays "
+                f"frozen; leave {setting.partition('=')[0]} out"
+            )
+
     # Captions
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:

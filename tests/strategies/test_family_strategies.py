@@ -1,0 +1,145 @@
+"""Flux.2-klein and Z-Image train alike under every strategy, on two gloo processes.
+
+Captions of a batch, and so those of its ranks, have several lengths: Z-Image makes sequences of other lengths of them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comparing import rms
+from ranks import run_jobs
+from strategy_table import STRATEGIES
+from suites import keep, wanted
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+FAMILIES = ("tiny_klein", "tiny_z_image")
+CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
+RELAY = ("ddp", "fsdp", "zero3", "gemini", "zero1", "fsdp_offload", "zero3_offload", "gemini_offload", "zero2")
+"""Who goes on with whose checkpoint, two steps each, on two processes; one process begins and ends."""
+STEPS = 2 * (len(RELAY) + 2)
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"speed": {"gradient_checkpointing": True}},
+    "kept": {"speed": {"gradient_checkpointing": 1.0}, "kept": ["inputs", "convolutions", "all"]},
+    "compiled": {"speed": {"compile_blocks": True}},
+    "two_passes": {"trainer": {"accumulate_grad_batches": 2}},
+    "lora": {"lora": {"rank": 2, "alpha": 4}},
+}
+"""What trains as plain training does in one process, by name; adapters as adapters."""
+VARIED = (
+    *(("tiny_klein", "fsdp", "recomputed"), ("tiny_klein", "gemini_offload", "kept"), ("tiny_klein", "zero3", "lora")),
+    *(("tiny_z_image", "zero3", "kept"), ("tiny_z_image", "gemini", "recomputed"), ("tiny_z_image", "fsdp", "lora")),
+    *(("tiny_klein", "gemini", "two_passes"), ("tiny_z_image", "zero2", "two_passes")),
+    *(("tiny_z_image", "gemini_offload", "two_passes"), ("tiny_klein", "ddp", "lora")),
+)
+SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "fsdp"), ("tiny_z_image", "zero3"), ("tiny_z_image", "gemini")]
+SWAPPED += [("tiny_klein", "zero2"), ("tiny_z_image", "fsdp")]
+BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Train everything that the chosen tests look at: on one process, on two, and what one goes on with."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("families")
+    jobs: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}, 0: {}}
+    for family in FAMILIES:
+        jobs[1][f"{family}:whole"] = {"steps": STEPS}
+        jobs[1][f"{family}:lora"] = {"steps": 4} | VARIATIONS["lora"]
+        resume = None
+        for number, name in enumerate(("single", *RELAY, "single")):
+            world = {0: 1, len(RELAY) + 1: 0}.get(number, 2)
+            steps, run_dir = 2 * number + 2, str(folder / f"{family}-relay")
+            leg = {"strategy": name, "steps": steps, "resume": resume, "run_dir": run_dir, "sample_every": 2}
+            jobs[world][f"{family}:relay:{number}"] = leg
+            resume = str(folder / f"{family}-relay" / "checkpoints" / f"step-{steps:08d}")
+        for name in STRATEGIES:
+            jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in VARIATIONS.items()}
+            jobs[2][f"{family}:{name}:bf16"] = {"strategy": name, "steps": 4, "precision": "bf16-true"}
+            swaps = {"sampled": {"sample_every": 2, "trainer": VALIDATING}, "plain": {}}
+            jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in swaps.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for world, named in jobs.items():
+        common = {"do": "save", "strategy": "single", "devices": world or 1, "save_at": 0}
+        chosen = {
+            name: common | {"family": name.split(":")[0], "run_dir": str(folder / name.replace(":", "-"))} | job
+            for name, job in named.items()
+            if name in wanted(request)
+        }
+        if chosen:
+            found |= run_jobs("strategy_jobs", chosen, folder, world_size=world or 1, timeout=1000)
+    return found
+
+
+VALIDATING = {"limit_val_batches": 1, "val_check_interval": 2}
+_RELAYS = [f"{{family}}:relay:{number}" for number in range(len(RELAY) + 2)]
+
+
+@pytest.mark.needs("{family}:whole", *_RELAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
+    results: dict[str, dict[str, Any]], family: str
+) -> None:
+    legs = [results[name.format(family=family)] for name in _RELAYS]
+    whole = results[f"{family}:whole"]
+    for number, name in enumerate(("single", *RELAY, "single")):
+        expected = whole["losses"][2 * number : 2 * number + 2]
+        assert legs[number]["losses"] == pytest.approx(expected, abs=2e-6), name
+    for kind in ("master", "exp_avg", "ema"):
+        assert 0 < rms(legs[-1]["checkpoint"], whole["checkpoint"], kind) <= 1e-6, kind
+
+
+@pytest.mark.needs("{family}:{name}:sampled", "{family}:{name}:plain", "{family}:whole")
+@pytest.mark.parametrize(("family", "name"), keep(SWAPPED, CASES))
+def test_drawing_and_validating_with_the_average_change_no_bit_of_the_training(
+    results: dict[str, dict[str, Any]], family: str, name: str
+) -> None:
+    sampled, plain = (results[f"{family}:{name}:{key}"] for key in ("sampled", "plain"))
+    assert plain["losses"] == pytest.approx(results[f"{family}:whole"]["losses"][:4], abs=1e-6)
+    assert sampled["losses"] == plain["losses"]
+    assert (
+        rms(sampled["checkpoint"], plain["checkpoint"]) == rms(sampled["checkpoint"], plain["checkpoint"], "ema") == 0
+    )
+    assert "val/caption_gap" in sampled["metrics"]
+
+
+@pytest.mark.needs("{family}:{name}:{variation}", "{family}:whole", "{family}:lora")
+@pytest.mark.parametrize(
+    ("family", "name", "variation"), keep(VARIED, [(*case, variation) for case in CASES for variation in VARIATIONS])
+)
+def test_variations_of_training_are_those_of_one_process(
+    results: dict[str, dict[str, Any]], family: str, name: str, variation: str
+) -> None:
+    whole = results[f"{family}:{'lora' if variation == 'lora' else 'whole'}"]["losses"][:4]
+    assert results[f"{family}:{name}:{variation}"]["losses"] == pytest.approx(whole, abs=2e-6)
+
+
+@pytest.mark.needs("{family}:{name}:bf16", "{family}:whole")
+@pytest.mark.parametrize(("family", "name"), keep(BF16, CASES))
+def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], family: str, name: str) -> None:
+    ours, whole = results[f"{family}:{name}:bf16"]["losses"], results[f"{family}:whole"]["losses"][:4]
+    assert ours == pytest.approx(whole, rel=2e-2)
+    assert ours != whole
+
+
+_LOADS = """
+import sys
+from diffusers import DiffusionPipeline
+for folder in sys.argv[1:]:
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(prompt="a handwritten four", num_inference_steps=2, height=32, width=32).images
+    assert images[0].size == (32, 32), folder
+assert "sd_lightning" not in sys.modules
+"""
+
+
+@pytest.mark.needs(*(name.format(family=family) for family in FAMILIES for name in _RELAYS))
+def test_plain_diffusers_draws_with_every_strategys_pipeline(results: dict[str, dict[str, Any]]) -> None:
+    folders = [str(Path(found["checkpoint"]) / "pipeline") for name, found in results.items() if ":relay:" in name]
+    done = subprocess.run([sys.executable, "-c", _LOADS, *folders], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]

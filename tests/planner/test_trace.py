@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sd_lightning import LatentDiffusion
@@ -162,3 +163,16 @@ def test_a_gradient_is_ready_when_its_hook_is_called() -> None:
     assert not ready[~trace.is_backward].any() and ready[-1] == 1 and (np.diff(ready) >= 0).all()
     middle = ready[len(ready) - (trace.is_backward.sum() // 2)]
     assert 0.1 < middle < 0.9
+
+
+def test_attention_whose_heads_share_keys_counts_like_any() -> None:
+    """torch before 2.13 refuses to count it; chat models compute it."""
+    flops = []
+    for heads in (8, 2):
+        query, shared = torch.empty(3, 8, 5, 16, device="meta"), torch.empty(3, heads, 7, 16, device="meta")
+
+        def attend(query: Any = query, shared: Any = shared) -> None:
+            F.scaled_dot_product_attention(query, shared, shared, enable_gqa=True)
+
+        flops.append(int(record(attend).flops.at(1).sum()))
+    assert flops[0] == flops[1] == 4 * 3 * 8 * 5 * 7 * 16

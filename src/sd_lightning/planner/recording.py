@@ -115,7 +115,10 @@ class _Recorder(TorchDispatchMode):
         packet = func._overloadpacket
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         floats = [t for t in tensors if t.is_floating_point()]
-        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention:
+            flops = _attention_flops(*args[:2])
+        else:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         moved = Amount()
         if not packet.__name__.startswith(("empty", "new_empty")):
             moved = sum((self._amount(tensor, tensor.element_size()) for tensor in tensors), moved)
@@ -277,6 +280,11 @@ class _Functions(TorchFunctionMode):
     def _raise(self, value: Any) -> Any:
         is_low = isinstance(value, Tensor) and value.dtype == self._dtype
         return value.float() if is_low else value
+
+
+def _attention_flops(query: Tensor, key: Tensor) -> int:
+    """Return the operations of both matrix products; torch before 2.13 counts none if heads share keys and values."""
+    return 4 * query.numel() * key.shape[-2]
 
 
 def _flash_attention(

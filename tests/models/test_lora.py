@@ -92,7 +92,7 @@ def test_diffusers_and_we_read_what_was_written(
     write(module, tmp_path / WEIGHTS_NAME)
     pipeline: Any = base.pipeline()
     pipeline.load_lora_weights(tmp_path)
-    assert np.abs(draw(pipeline) - expected).max() < 1e-5
+    assert np.abs(draw(pipeline) - expected).max() < 5e-5, "the scale is part of the weights: rounded otherwise"
     ours = LatentDiffusion.from_pretrained(tmp_path, deferred=["unet"])
     assert not ours.deferred and not any(is_adapter(key) for key in ours.denoiser.state_dict())
     for name, network in module.trained_networks().items():

@@ -25,7 +25,6 @@ STEPS = 2 * (len(RELAY) + 2)
 VARIATIONS: dict[str, dict[str, Any]] = {
     "recomputed": {"speed": {"gradient_checkpointing": True}},
     "kept": {"speed": {"gradient_checkpointing": 1.0}, "kept": ["inputs", "convolutions", "all"]},
-    "compiled": {"speed": {"compile_blocks": True}},
     "two_passes": {"trainer": {"accumulate_grad_batches": 2}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }

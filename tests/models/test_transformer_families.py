@@ -127,11 +127,11 @@ def test_the_denoiser_gets_what_the_pipeline_gives_it(model: LatentDiffusion) ->
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("lengths", [(7, 7), (7, 9), (3, 16), (16, 16)])
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 9), (7, 40), (32, 33), (48, 33), (32, 5)])
 def test_captions_of_any_length_are_denoised_as_a_list(lengths: tuple[int, int]) -> None:
     model = LatentDiffusion.build("tiny_z_image", seed=3)
-    mask = torch.stack([torch.arange(16) < length for length in lengths]).float()
-    known = {"cap_feats": torch.randn(2, 16, 32), "cap_mask": mask}
+    mask = torch.stack([torch.arange(48) < length for length in lengths]).float()
+    known = {"cap_feats": torch.randn(2, 48, 32), "cap_mask": mask}
     latents = torch.randn(2, 4, 8, 12, requires_grad=True)
     made = model.family.denoise(model.denoiser, latents, TIMES, known)
     captions = [feats[:length] for feats, length in zip(known["cap_feats"], lengths, strict=True)]

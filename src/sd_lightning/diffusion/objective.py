@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.prediction import PREDICTIONS, DynamicShift, FlowSchedule, Prediction, Schedule, is_flow
+from sd_lightning.diffusion.flow_schedule import DynamicShift, FlowSchedule
+from sd_lightning.diffusion.prediction import PREDICTIONS, Prediction, Schedule, is_flow
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]

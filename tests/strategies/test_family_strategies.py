@@ -3,6 +3,7 @@
 Captions of a batch, and so those of its ranks, have several lengths: Z-Image makes sequences of other lengths of them.
 """
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Train everything that the chosen tests look at: on one process, on two, and what one goes on with."""
     pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("families")
+    folder, needed = tmp_path_factory.mktemp("families"), wanted(request)
     jobs: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}, 0: {}}
     for family in FAMILIES:
         jobs[1][f"{family}:whole"] = {"steps": STEPS}
@@ -62,12 +63,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             swaps = {"sampled": {"sample_every": 2, "trainer": VALIDATING}, "plain": {}}
             jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in swaps.items()}
     found: dict[str, dict[str, Any]] = {}
-    for world, named in jobs.items():
-        common = {"do": "save", "strategy": "single", "devices": world or 1, "save_at": 0}
+    for family, (world, named) in itertools.product(FAMILIES, jobs.items()):
+        common = {"do": "save", "strategy": "single", "devices": world or 1, "save_at": 0, "family": family}
         chosen = {
-            name: common | {"family": name.split(":")[0], "run_dir": str(folder / name.replace(":", "-"))} | job
+            name: common | {"run_dir": str(folder / name.replace(":", "-"))} | job
             for name, job in named.items()
-            if name in wanted(request)
+            if name.startswith(family) and name in needed
         }
         if chosen:
             found |= run_jobs("strategy_jobs", chosen, folder, world_size=world or 1, timeout=1000)

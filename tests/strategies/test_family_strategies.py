@@ -3,6 +3,7 @@
 Captions of a batch, and so those of its ranks, have several lengths: Z-Image makes sequences of other lengths of them.
 """
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -19,25 +20,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FAMILIES = ("tiny_klein", "tiny_z_image")
 CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
-RELAY = ("ddp", "fsdp", "zero3", "gemini", "zero1", "fsdp_offload", "zero3_offload", "gemini_offload", "zero2")
+RELAYS = (
+    ("fsdp", "zero3", "gemini", "zero2_offload", "ddp"),
+    ("zero3_offload", "gemini_offload", "fsdp_offload", "zero1", "zero3_default"),
+)
 """Who goes on with whose checkpoint, two steps each, on two processes; one process begins and ends."""
-STEPS = 2 * (len(RELAY) + 2)
+STEPS = 2 * (len(RELAYS[0]) + 2)
 VARIATIONS: dict[str, dict[str, Any]] = {
     "recomputed": {"speed": {"gradient_checkpointing": True}},
     "kept": {"speed": {"gradient_checkpointing": 1.0}, "kept": ["inputs", "convolutions", "all"]},
-    "compiled": {"speed": {"compile_blocks": True}},
     "two_passes": {"trainer": {"accumulate_grad_batches": 2}},
     "lora": {"lora": {"rank": 2, "alpha": 4}},
 }
 """What trains as plain training does in one process, by name; adapters as adapters."""
 VARIED = (
     *(("tiny_klein", "fsdp", "recomputed"), ("tiny_klein", "gemini_offload", "kept"), ("tiny_klein", "zero3", "lora")),
-    *(("tiny_z_image", "zero3", "kept"), ("tiny_z_image", "gemini", "recomputed"), ("tiny_z_image", "fsdp", "lora")),
-    *(("tiny_klein", "gemini", "two_passes"), ("tiny_z_image", "zero2", "two_passes")),
-    *(("tiny_z_image", "gemini_offload", "two_passes"), ("tiny_klein", "ddp", "lora")),
+    *(("tiny_z_image", "zero3", "kept"), ("tiny_z_image", "gemini", "lora")),
+    ("tiny_z_image", "gemini_offload", "two_passes"),
 )
-SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "fsdp"), ("tiny_z_image", "zero3"), ("tiny_z_image", "gemini")]
-SWAPPED += [("tiny_klein", "zero2"), ("tiny_z_image", "fsdp")]
+SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "zero2"), ("tiny_z_image", "zero3"), ("tiny_z_image", "fsdp")]
 BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 
@@ -45,30 +46,31 @@ BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Train everything that the chosen tests look at: on one process, on two, and what one goes on with."""
     pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("families")
+    folder, needed = tmp_path_factory.mktemp("families"), wanted(request)
     jobs: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}, 0: {}}
     for family in FAMILIES:
         jobs[1][f"{family}:whole"] = {"steps": STEPS}
         jobs[1][f"{family}:lora"] = {"steps": 4} | VARIATIONS["lora"]
-        resume = None
-        for number, name in enumerate(("single", *RELAY, "single")):
-            world = {0: 1, len(RELAY) + 1: 0}.get(number, 2)
-            steps, run_dir = 2 * number + 2, str(folder / f"{family}-relay")
-            leg = {"strategy": name, "steps": steps, "resume": resume, "run_dir": run_dir, "sample_every": 2}
-            jobs[world][f"{family}:relay:{number}"] = leg
-            resume = str(folder / f"{family}-relay" / "checkpoints" / f"step-{steps:08d}")
+        for relay, names in enumerate(RELAYS):
+            resume, run_dir = None, folder / f"{family}-relay-{relay}"
+            for number, name in enumerate(("single", *names, "single")):
+                world = {0: 1, len(names) + 1: 0}.get(number, 2)
+                steps = 2 * number + 2
+                leg = {"strategy": name, "steps": steps, "resume": resume, "run_dir": str(run_dir), "sample_every": 2}
+                jobs[world][f"{family}:relay {relay}:{number}"] = leg
+                resume = str(run_dir / "checkpoints" / f"step-{steps:08d}")
         for name in STRATEGIES:
             jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in VARIATIONS.items()}
             jobs[2][f"{family}:{name}:bf16"] = {"strategy": name, "steps": 4, "precision": "bf16-true"}
             swaps = {"sampled": {"sample_every": 2, "trainer": VALIDATING}, "plain": {}}
             jobs[2] |= {f"{family}:{name}:{key}": {"strategy": name, "steps": 4} | o for key, o in swaps.items()}
     found: dict[str, dict[str, Any]] = {}
-    for world, named in jobs.items():
-        common = {"do": "save", "strategy": "single", "devices": world or 1, "save_at": 0}
+    for family, (world, named) in itertools.product(FAMILIES, jobs.items()):
+        common = {"do": "save", "strategy": "single", "devices": world or 1, "save_at": 0, "family": family}
         chosen = {
-            name: common | {"family": name.split(":")[0], "run_dir": str(folder / name.replace(":", "-"))} | job
+            name: common | {"run_dir": str(folder / name.replace(":", "-"))} | job
             for name, job in named.items()
-            if name in wanted(request)
+            if name.startswith(family) and name in needed
         }
         if chosen:
             found |= run_jobs("strategy_jobs", chosen, folder, world_size=world or 1, timeout=1000)
@@ -76,17 +78,19 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 VALIDATING = {"limit_val_batches": 1, "val_check_interval": 2}
-_RELAYS = [f"{{family}}:relay:{number}" for number in range(len(RELAY) + 2)]
+_LEGS = [f"{{family}}:relay {{relay}}:{number}" for number in range(len(RELAYS[0]) + 2)]
 
 
-@pytest.mark.needs("{family}:whole", *_RELAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.needs("{family}:whole", *_LEGS)
+@pytest.mark.parametrize(
+    ("family", "relay"), keep([("tiny_klein", 0), ("tiny_z_image", 1)], itertools.product(FAMILIES, range(len(RELAYS))))
+)
 def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
-    results: dict[str, dict[str, Any]], family: str
+    results: dict[str, dict[str, Any]], family: str, relay: int
 ) -> None:
-    legs = [results[name.format(family=family)] for name in _RELAYS]
+    legs = [results[name.format(family=family, relay=relay)] for name in _LEGS]
     whole = results[f"{family}:whole"]
-    for number, name in enumerate(("single", *RELAY, "single")):
+    for number, name in enumerate(("single", *RELAYS[relay], "single")):
         expected = whole["losses"][2 * number : 2 * number + 2]
         assert legs[number]["losses"] == pytest.approx(expected, abs=2e-6), name
     for kind in ("master", "exp_avg", "ema"):
@@ -115,7 +119,9 @@ def test_variations_of_training_are_those_of_one_process(
     results: dict[str, dict[str, Any]], family: str, name: str, variation: str
 ) -> None:
     whole = results[f"{family}:{'lora' if variation == 'lora' else 'whole'}"]["losses"][:4]
-    assert results[f"{family}:{name}:{variation}"]["losses"] == pytest.approx(whole, abs=2e-6)
+    ours = results[f"{family}:{name}:{variation}"]["losses"]
+    passes = VARIATIONS[variation].get("trainer", {}).get("accumulate_grad_batches", 1)
+    assert ours[passes - 1 :: passes] == pytest.approx(whole, abs=2e-6), "the mean over a step's passes"
 
 
 @pytest.mark.needs("{family}:{name}:bf16", "{family}:whole")
@@ -138,8 +144,8 @@ assert "sd_lightning" not in sys.modules
 """
 
 
-@pytest.mark.needs(*(name.format(family=family) for family in FAMILIES for name in _RELAYS))
-def test_plain_diffusers_draws_with_every_strategys_pipeline(results: dict[str, dict[str, Any]]) -> None:
-    folders = [str(Path(found["checkpoint"]) / "pipeline") for name, found in results.items() if ":relay:" in name]
+@pytest.mark.needs(*(f"{family}:{name}:sampled" for family, name in SWAPPED))
+def test_plain_diffusers_draws_with_the_exported_pipelines(results: dict[str, dict[str, Any]]) -> None:
+    folders = [str(Path(found["checkpoint"]) / "pipeline") for name, found in results.items() if "sampled" in name]
     done = subprocess.run([sys.executable, "-c", _LOADS, *folders], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(folders) >= len(SWAPPED) and done.returncode == 0, done.stderr[-3000:]

@@ -149,7 +149,11 @@ def _run_alone(*arguments: str | Path, timeout: float) -> None:
 
 
 def _last_words(said: str) -> str:
-    return said[said.find(FAILED) :][:5000] if FAILED in said else said[-5000:]
+    if FAILED not in said:
+        return said[-5000:]
+    report = said[said.find(FAILED) :]  # of the first rank, from its job to its error, however deep the calls
+    first = report[:end] if (end := report.find(FAILED, 1)) > 0 else report
+    return first if len(first) < 6000 else f"{first[:1000]}\n…\n{first[-5000:]}"
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ from sd_lightning.storage.checkpoint import checkpoint_path
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.training.speed import Speed, use_attention_kernel
+from small_models import for_ragged_captions
 from suites import keep
 
 
@@ -412,6 +413,22 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled(nam
         module.sample("the digit two", num_inference_steps=2)
         assert graphs() - begin == trained
         losses.append(watch.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.full("platform")
+@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image"])
+def test_compiled_blocks_of_transformers_train_as_eager_ones_whatever_the_length_of_captions(name: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        begin = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        module = small.module(for_ragged_captions(name, seed=1), train_text_encoder=False)
+        Speed(compile_blocks=compiled).apply_(module.trained_networks())
+        small.fit(module, small.data(source=small.RaggedDigits), 4)
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > begin) == compiled
+        assert module.last_loss is not None
+        losses.append(float(module.last_loss))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 

@@ -6,8 +6,7 @@ the published base checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from sd_lightning.models.families.transformer import (
 
 MULTIPLE = 32
 """The network fills up the tokens of a caption, and those of an image, to a multiple of it with learned tokens."""
-OF_LISTS = ("patchify_and_embed", "_prepare_sequence", "_build_unified_sequence", "unpatchify")
-"""The network's methods that loop over samples."""
 
 
 class ZImage(TransformerFamily):
@@ -72,12 +69,18 @@ class ZImage(TransformerFamily):
         lengths = {feats.shape[1]} if mask.is_meta else {*mask.sum(1).tolist()}
         length = max(lengths) + -max(lengths) % MULTIPLE
         if min(lengths) <= length - MULTIPLE:
-            made = denoiser(list(images), time, self.prompt_embeds(dict(conditioning)), return_dict=False)[0]
-            return -torch.stack(made).squeeze(2)
-        missing = length - feats[:, :length].shape[1]
-        feats, mask = F.pad(feats[:, :length], (0, 0, 0, missing)), F.pad(mask[:, :length], (0, missing))
-        with _as_one(denoiser, ~mask):
-            made = denoiser([images], time, [feats], return_dict=False)[0]
+            given, captions = list(images), self.prompt_embeds(dict(conditioning))
+            methods = _stacked(denoiser)
+        else:
+            missing = length - feats[:, :length].shape[1]
+            given, captions = [images], [F.pad(feats[:, :length], (0, 0, 0, missing))]
+            methods = _as_one(denoiser, ~F.pad(mask[:, :length], (0, missing)))
+        vars(denoiser).update(methods)
+        try:
+            made = denoiser(given, time, captions, return_dict=False)[0]
+        finally:
+            for name in methods:
+                vars(denoiser).pop(name)
         return -made[0].squeeze(2)
 
     architectures = {
@@ -129,11 +132,19 @@ class ZImage(TransformerFamily):
     }
 
 
-@contextmanager
-def _as_one(network: Any, filled: Tensor) -> Iterator[None]:
-    """Make the network's forward take images and captions of one length as one tensor each, not as lists.
+def _stacked(network: Any) -> dict[str, Callable[..., Any]]:
+    """Return methods by which the network's forward takes lists and makes one tensor (B, C, 1, h, w).
 
-    It computes the same numbers, in fewer and larger steps.
+    Engines count a network's outputs, of which all ranks and steps must have the same number.
+    """
+    unpatchify = network.unpatchify
+    return {"unpatchify": lambda *given: [torch.stack(unpatchify(*given))]}
+
+
+def _as_one(network: Any, filled: Tensor) -> dict[str, Callable[..., Any]]:
+    """Return methods by which the network's forward takes images and captions of one length as one tensor each.
+
+    Its own ones loop over samples. These compute the same numbers, in fewer and larger steps.
 
     Args:
         network: The denoiser.
@@ -166,9 +177,9 @@ def _as_one(network: Any, filled: Tensor) -> Iterator[None]:
         patches = torch.stack(tokens)[:, : h * w].unflatten(1, (h, w)).unflatten(3, (size, size, -1))
         return [patches.permute(0, 5, 1, 3, 2, 4).reshape(count, -1, 1, height, width)]
 
-    vars(network).update(zip(OF_LISTS, (patchify, prepare, unified, unpatchify), strict=True))
-    try:
-        yield
-    finally:
-        for name in OF_LISTS:
-            vars(network).pop(name)
+    return {
+        "patchify_and_embed": patchify,
+        "_prepare_sequence": prepare,
+        "_build_unified_sequence": unified,
+        "unpatchify": unpatchify,
+    }

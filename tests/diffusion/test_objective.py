@@ -36,6 +36,15 @@ STABLE_DIFFUSION: dict[str, Any] = {
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",
 }
+FLOW_MATCH: dict[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
 SCHEDULES = [
     {},
     STABLE_DIFFUSION,
@@ -48,8 +57,8 @@ LATENTS = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def prepare(objective: Objective, latents: Tensor = LATENTS, index: Tensor = INDEX, **kwargs: Any) -> NoisyBatch:
-    options = {"schedule": objective.noise_schedule(STABLE_DIFFUSION)} | kwargs
-    return objective.prepare(latents, seed=3, epoch=1, index=index, **options)
+    schedule = kwargs.pop("schedule", None) or objective.noise_schedule(STABLE_DIFFUSION)
+    return objective.prepare(latents, seed=3, epoch=1, index=index, schedule=schedule, **kwargs)
 
 
 def draw(purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
@@ -201,7 +210,7 @@ def test_prepare_is_diffusers_training_step_with_the_samples_own_noise(predictio
 
 
 def test_prepare_for_flow_tells_the_whole_timestep_below_sigma() -> None:
-    batch = prepare(Objective(prediction_type="flow", timestep_sampling="logit_normal"))
+    batch = prepare(Objective(prediction_type="flow", weighting_scheme="logit_normal"))
     noise = draw(Purpose.NOISE, (4, 8, 8))
     torch.testing.assert_close(batch.target, noise - LATENTS)
     sigmas = ((batch.noisy_latents - LATENTS) / batch.target).flatten(1).median(dim=1).values
@@ -215,7 +224,7 @@ def test_a_flow_matching_scheduler_is_told_real_timesteps_of_shifted_noise_level
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": shift}
-    objective = Objective().resolve(config)
+    objective = Objective(weighting_scheme="none").resolve(config)
     batch = prepare(objective, schedule=objective.noise_schedule(config))
     noise, fractions = draw(Purpose.NOISE, (4, 8, 8)), uniform(3, 1, INDEX, Purpose.TIMESTEP)
     sigmas = shifted(fractions, shift).float()
@@ -232,14 +241,19 @@ def test_a_flow_matching_scheduler_is_told_real_timesteps_of_shifted_noise_level
     [
         Objective(prediction_type="epsilon", snr_gamma=5.0, noise_offset=0.1, input_perturbation=0.1),
         Objective(prediction_type="v_prediction", rescale_betas_zero_snr=True),
-        Objective(prediction_type="flow", timestep_sampling="logit_normal"),
+        Objective(prediction_type="flow", weighting_scheme="logit_normal"),
+        Objective(prediction_type="flow", weighting_scheme="mode", shift="dynamic"),
+        Objective(prediction_type="flow", weighting_scheme="sigma_sqrt", shift=3.0),
+        Objective(prediction_type="flow", weighting_scheme="cosmap", shift="dynamic"),
     ],
-    ids=["epsilon", "v_prediction", "flow"],
+    ids=lambda each: f"{each.prediction_type}-{each.scheme}",
 )
 def test_what_a_sample_gets_does_not_depend_on_its_batch(objective: Objective) -> None:
-    whole = prepare(objective)
+    model = FLOW_MATCH if objective.shift else STABLE_DIFFUSION
+    options: dict[str, Any] = {"schedule": objective.noise_schedule(model), "image_tokens": 1024}
+    whole = prepare(objective, **options)
     order = torch.tensor([5, 3, 11])
-    part = prepare(objective, LATENTS[order], INDEX[order])
+    part = prepare(objective, LATENTS[order], INDEX[order], **options)
     for name in ("noisy_latents", "timesteps", "target", "weights"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[order]), name
 
@@ -271,13 +285,14 @@ def test_uniform_timesteps_cover_the_schedule_from_the_smallest_one_asked_for() 
     assert 850 < float(((counts - 50.0) ** 2 / 50.0).sum()) < 1160  # chi squared, 999 degrees of freedom
     upper = many_timesteps(objective, min_timestep=990)
     assert upper.unique().tolist() == list(range(990, 1000))
-    assert set(many_timesteps(Objective(prediction_type="flow"), min_timestep=990).tolist()) == set(range(990, 1000))
+    flow = Objective(prediction_type="flow", weighting_scheme="none")
+    assert set(many_timesteps(flow, min_timestep=990).tolist()) == set(range(990, 1000))
 
 
 def test_logit_normal_timesteps_follow_mean_and_stay_inside() -> None:
     def sampled(mean: float, std: float) -> Tensor:
         return many_timesteps(
-            Objective(prediction_type="epsilon", timestep_sampling="logit_normal", logit_mean=mean, logit_std=std)
+            Objective(prediction_type="epsilon", weighting_scheme="logit_normal", logit_mean=mean, logit_std=std)
         )
 
     for mean in (-1.0, 1.0):
@@ -327,14 +342,37 @@ def test_indices_of_another_batch_size_are_refused() -> None:
     ("fields", "message"),
     [
         ({"prediction_type": "eps"}, "prediction_type='eps'; expected one of epsilon, v_prediction, sample, flow. Set"),
-        ({"timestep_sampling": "cosine"}, "timestep_sampling='cosine'; expected one of uniform, logit_normal"),
+        (
+            {"weighting_scheme": "uniform"},
+            "weighting_scheme='uniform'; expected one of none, logit_normal, mode, sigma",
+        ),
         ({"noise_offset": -0.1}, "noise_offset=-0.1; expected a number >= 0"),
         ({"input_perturbation": math.nan}, "input_perturbation=nan; expected a number >= 0"),
         ({"snr_gamma": 0.0}, "snr_gamma=0.0; expected a number > 0 or null. Set objective.snr_gamma=5"),
         ({"snr_gamma": math.inf}, "snr_gamma=inf; expected a number > 0"),
-        ({"timestep_sampling": "logit_normal", "logit_std": 0.0}, "logit_std=0.0; expected a number > 0"),
-        ({"timestep_sampling": "logit_normal", "logit_mean": math.inf}, "logit_mean=inf; expected a finite"),
-        ({"logit_mean": 1.0}, "logit_mean=1.0, logit_std=1.0 with timestep_sampling=uniform"),
+        ({"weighting_scheme": "logit_normal", "logit_std": 0.0}, "logit_std=0.0; expected a number > 0"),
+        ({"weighting_scheme": "logit_normal", "logit_mean": math.inf}, "logit_mean=inf; expected a finite"),
+        (
+            {"prediction_type": "sample", "logit_mean": 1.0},
+            "logit_mean=1.0 with weighting_scheme=none, which does not use it. Set objective.weighting_scheme=logit",
+        ),
+        ({"weighting_scheme": "mode", "logit_std": 2.0}, "logit_std=2.0 with weighting_scheme=mode.*logit_std=1.0"),
+        ({"mode_scale": 0.5}, "mode_scale=0.5 with weighting_scheme=none.*Set objective.weighting_scheme=mode"),
+        ({"prediction_type": "flow", "mode_scale": 0.5}, "mode_scale=0.5 with weighting_scheme=logit_normal"),
+        ({"weighting_scheme": "mode", "mode_scale": 1.8}, r"mode_scale=1.8; expected a number in \[-1, 1.7519\]"),
+        ({"weighting_scheme": "mode", "mode_scale": math.nan}, "mode_scale=nan; expected a number in"),
+        ({"shift": 0}, "shift=0; expected a number > 0, dynamic, or null. Set objective.shift=null"),
+        ({"shift": -3.0}, "shift=-3.0; expected a number > 0, dynamic, or null"),
+        ({"shift": math.nan}, "shift=nan; expected a number > 0, dynamic, or null"),
+        ({"shift": "static"}, "shift='static'; expected a number > 0, dynamic, or null"),
+        (
+            {"prediction_type": "epsilon", "shift": 3.0},
+            "shift=3.0 with prediction_type=epsilon; expected flow.*shift=null",
+        ),
+        (
+            {"prediction_type": "v_prediction", "weighting_scheme": "cosmap"},
+            "weighting_scheme=cosmap with prediction_type=v_prediction; expected flow.*objective.weighting_scheme=null",
+        ),
         (
             {"prediction_type": "flow", "snr_gamma": 5.0},
             "snr_gamma=5.0 with prediction_type=flow.*Set objective.snr_gamma=null",
@@ -361,6 +399,11 @@ def test_without_a_choice_the_models_own_prediction_type_is_used() -> None:
     assert Objective("sample").resolve({"prediction_type": "epsilon"}).prediction_type == "sample"
     with pytest.raises(UsageError, match="snr_gamma=5.0 with prediction_type=flow"):
         Objective(snr_gamma=5.0).resolve({"prediction_type": "flow_prediction"})
+    # Values that are right for one kind of model are refused once the other kind is known.
+    assert Objective(logit_mean=1.0, shift=3.0).resolve({"_class_name": "FlowMatchHeunDiscreteScheduler"}).shift == 3.0
+    for refused, name in ((Objective(logit_mean=1.0), "logit_mean=1.0"), (Objective(shift=3.0), "shift=3.0")):
+        with pytest.raises(UsageError, match=name):
+            refused.resolve({"prediction_type": "epsilon"})
     with pytest.raises(ValueError, match="expected one from resolve"):
         objective.noise_schedule(STABLE_DIFFUSION)
 
@@ -446,18 +489,39 @@ def test_the_exported_scheduler_samples_what_a_perfect_network_knows(objective: 
     torch.testing.assert_close(sample, LATENTS, atol=0.05, rtol=0)
 
 
+def test_held_out_losses_are_measured_at_the_same_timesteps_whatever_the_run_trains_with() -> None:
+    trained = [
+        Objective(),
+        Objective(weighting_scheme="logit_normal", logit_mean=1.0, logit_std=2.0, shift=2.0),
+        Objective(weighting_scheme="mode", mode_scale=0.5, shift="dynamic"),
+        Objective(weighting_scheme="sigma_sqrt"),
+    ]
+    for each in trained:
+        held_out = each.resolve(FLOW_MATCH).held_out()
+        assert held_out == Objective("flow", weighting_scheme="none", shift=1.0)
+        batch = prepare(held_out, schedule=held_out.noise_schedule(FLOW_MATCH), min_timestep=500)
+        expected = 500 + 500 * uniform(3, 1, INDEX, Purpose.TIMESTEP)
+        torch.testing.assert_close(batch.timesteps, expected)
+        assert torch.equal(batch.weights, torch.ones(16))
+    weighted = Objective("v_prediction", snr_gamma=5.0, weighting_scheme="logit_normal", noise_offset=0.1)
+    assert weighted.held_out() == Objective("v_prediction", weighting_scheme="none", noise_offset=0.1)
+
+
 @pytest.mark.gpu
 def test_prepare_on_a_gpu_does_not_wait_and_agrees_with_the_cpu() -> None:
     for objective in (
         Objective("epsilon", snr_gamma=5.0, noise_offset=0.1, input_perturbation=0.1),
-        Objective("flow", timestep_sampling="logit_normal"),
+        Objective("flow", weighting_scheme="logit_normal"),
+        Objective("flow", weighting_scheme="mode", shift="dynamic"),
+        Objective("flow", weighting_scheme="cosmap", shift=3.0),
     ):
-        schedule = objective.noise_schedule(STABLE_DIFFUSION)
-        expected = objective.prepare(LATENTS, seed=3, epoch=1, index=INDEX, schedule=schedule)
+        schedule = objective.noise_schedule(FLOW_MATCH if objective.shift else STABLE_DIFFUSION)
+        options: dict[str, Any] = {"seed": 3, "epoch": 1, "image_tokens": 1024}
+        expected = objective.prepare(LATENTS, index=INDEX, schedule=schedule, **options)
         latents, index, on_gpu = LATENTS.cuda(), INDEX.cuda(), schedule.to("cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
-            batch = objective.prepare(latents, seed=3, epoch=1, index=index, schedule=on_gpu)
+            batch = objective.prepare(latents, index=index, schedule=on_gpu, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(batch.timesteps.cpu(), expected.timesteps)

@@ -131,7 +131,7 @@ def flow(latents: Tensor, noise: Tensor, fractions: Tensor) -> tuple[Tensor, Ten
         (Objective(), HandWritten(ddpm("v_prediction"))),  # what the tiny model's own scheduler says
         (Objective(prediction_type="v_prediction", snr_gamma=5.0), HandWritten(ddpm("v_prediction", 5.0))),
         (Objective(prediction_type="sample"), HandWritten(ddpm("sample"))),
-        (Objective(prediction_type="flow"), HandWritten(flow)),
+        (Objective(prediction_type="flow", weighting_scheme="none"), HandWritten(flow)),
     ],
     ids=["epsilon", "epsilon-snr", "auto", "v-snr", "sample", "flow"],
 )

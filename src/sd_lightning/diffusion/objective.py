@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.prediction import PREDICTIONS, Prediction, Schedule, is_flow
+from sd_lightning.diffusion.prediction import PREDICTIONS, DynamicShift, FlowSchedule, Prediction, Schedule, is_flow
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]
-TimestepSampling = Literal["uniform", "logit_normal"]
+WeightingScheme = Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"]
+_LAW_FIELDS = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+"""Field -> the weighting scheme that uses it."""
+_WEIGHED = ("sigma_sqrt", "cosmap")
+_LARGEST_MODE_SCALE = 2 / (math.pi - 2)
 
 
 def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
@@ -61,6 +65,37 @@ def logit_normal(normals: Tensor, mean: float, std: float) -> Tensor:
     return torch.sigmoid(normals.double() * std + mean)
 
 
+def mode(uniforms: Tensor, scale: float) -> Tensor:
+    """Turn uniform numbers into noise levels with a mode in the middle (Esser et al. 2024, SD3, 2403.03206, eq. 20).
+
+    Args:
+        uniforms: In [0, 1), (B,).
+        scale: In [-1, 2 / (pi - 2)], where the law is monotonic; above 0 favours the middle, below 0 the ends.
+
+    Returns:
+        float64 (B,) in [0, 1], as :func:`logit_normal`.
+    """
+    u = uniforms.double()
+    return 1 - u - scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
+
+
+def scheme_weights(scheme: WeightingScheme, sigmas: Tensor) -> Tensor:
+    """Return the loss weights of diffusers' ``compute_loss_weighting_for_sd3`` (Esser et al. 2024, 2403.03206, 3.1).
+
+    Args:
+        scheme: "sigma_sqrt" and "cosmap" weigh; the others do not.
+        sigmas: Noise levels (B,) above 0.
+
+    Returns:
+        float32 (B,).
+    """
+    if scheme == "sigma_sqrt":
+        return (sigmas**-2.0).float()
+    if scheme == "cosmap":
+        return (2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))).float()
+    return torch.ones_like(sigmas, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class NoisyBatch:
     """Inputs and targets of the denoising network."""
@@ -94,35 +129,34 @@ class Objective:
     """Strength of input perturbation."""
     rescale_betas_zero_snr: bool = False
     """Rescale the noise schedule to zero terminal SNR."""
-    timestep_sampling: TimestepSampling = "uniform"
-    """Distribution of the timesteps."""
+    weighting_scheme: WeightingScheme | None = None
+    """Law of the timesteps: "logit_normal", "mode", or uniform ("none"); uniform with loss weights by noise level
+    ("sigma_sqrt", "cosmap", for flow). None for "logit_normal" with flow, by which the published models were trained,
+    and "none" otherwise."""
     logit_mean: float = 0.0
-    """Location of the logit-normal distribution."""
+    """Location of the logit-normal law, as in the SD3 paper: below 0 favours little noise. diffusers' scripts look
+    their numbers up in a table of falling timesteps, so that their mean has the other sign."""
     logit_std: float = 1.0
-    """Scale of the logit-normal distribution."""
+    """Scale of the logit-normal law."""
+    mode_scale: float = 1.29
+    """Scale of the law "mode"."""
+    shift: float | Literal["dynamic"] | None = None
+    """Shift of the noise levels of flow: a number (1 is none, which is how diffusers' scripts train models with a
+    dynamic shift), "dynamic" for the law of the model's scheduler by the number of image tokens, or None for what the
+    scheduler says."""
 
     def __post_init__(self) -> None:
         """Check values and combinations."""
-        types, samplings = get_args(PredictionType), get_args(TimestepSampling)
-        of_choices = {"prediction_type": (*types, None), "timestep_sampling": samplings}
-        for name, choices in of_choices.items():
-            if getattr(self, name) not in choices:
-                raise self._invalid(name, f"one of {', '.join(filter(None, choices))}", choices[0])
+        for name, kind in (("prediction_type", PredictionType), ("weighting_scheme", WeightingScheme)):
+            choices = get_args(kind)
+            if getattr(self, name) not in (*choices, None):
+                raise self._invalid(name, f"one of {', '.join(choices)}", choices[0])
         for name in ("noise_offset", "input_perturbation"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise self._invalid(name, "a number >= 0", "0 (off) or 0.1")
         if self.snr_gamma is not None and not 0 < self.snr_gamma < math.inf:
             raise self._invalid("snr_gamma", "a number > 0 or null", "5")
-        if not 0 < self.logit_std < math.inf:
-            raise self._invalid("logit_std", "a number > 0", "1")
-        if not math.isfinite(self.logit_mean):
-            raise self._invalid("logit_mean", "a finite number", "0")
-        if self.timestep_sampling == "uniform" and (self.logit_mean, self.logit_std) != (0.0, 1.0):
-            raise UsageError(
-                f"Objective got logit_mean={self.logit_mean}, logit_std={self.logit_std} with "
-                "timestep_sampling=uniform, which does not use them. "
-                "Set objective.timestep_sampling=logit_normal, or leave them at 0 and 1."
-            )
+        self._check_law()
         if self.prediction_type == "flow" and self.snr_gamma is not None:
             raise UsageError(
                 f"Objective got snr_gamma={self.snr_gamma} with prediction_type=flow; min-SNR weights exist for "
@@ -134,6 +168,36 @@ class Objective:
                 "v_prediction or sample: at zero SNR the noise says nothing about the image, and flow has no betas. "
                 "Set objective.prediction_type=v_prediction, or objective.rescale_betas_zero_snr=false."
             )
+
+    def _check_law(self) -> None:
+        """Check what says which timesteps are drawn, and how noise levels are weighed."""
+        if not 0 < self.logit_std < math.inf:
+            raise self._invalid("logit_std", "a number > 0", "1")
+        if not math.isfinite(self.logit_mean):
+            raise self._invalid("logit_mean", "a finite number", "0")
+        if not -1 <= self.mode_scale <= _LARGEST_MODE_SCALE:
+            raise self._invalid("mode_scale", f"a number in [-1, {_LARGEST_MODE_SCALE:.4f}]", "1.29")
+        is_positive = isinstance(self.shift, int | float) and 0 < self.shift < math.inf
+        if self.shift not in (None, "dynamic") and not is_positive:
+            raise self._invalid("shift", "a number > 0, dynamic, or null", "null")
+        # The model's own prediction type, which resolve() looks up, may be flow with its default law.
+        possible = {self.scheme} | (
+            {"logit_normal"} if self.prediction_type is self.weighting_scheme is None else set()
+        )
+        for name, scheme in _LAW_FIELDS.items():
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default and scheme not in possible:
+                raise UsageError(
+                    f"Objective got {name}={value} with weighting_scheme={self.scheme}, which does not use it. "
+                    f"Set objective.weighting_scheme={scheme}, or objective.{name}={default}."
+                )
+        of_flow = {"shift": self.shift, "weighting_scheme": self.scheme if self.scheme in _WEIGHED else None}
+        for name, value in of_flow.items():
+            if value is not None and self.prediction_type not in (None, "flow"):
+                raise UsageError(
+                    f"Objective got {name}={value} with prediction_type={self.prediction_type}; expected flow, whose "
+                    f"noise levels it is for. Set objective.{name}=null, or train with objective=flow."
+                )
 
     def _invalid(self, name: str, expected: str, example: str) -> UsageError:
         return UsageError(
@@ -154,6 +218,20 @@ class Objective:
         own: Any = "flow" if is_flow(scheduler_config) else scheduler_config.get("prediction_type", "epsilon")
         return replace(self, prediction_type=own)
 
+    def held_out(self) -> Objective:
+        """Return the objective that held-out losses are measured with: uniform timesteps, not shifted, equal weights.
+
+        They do not depend on the law and the weights of the run, so that runs with different ones are comparable.
+        """
+        unshifted = 1.0 if self.prediction_type == "flow" else None
+        law: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in _LAW_FIELDS}
+        return replace(self, weighting_scheme="none", shift=unshifted, snr_gamma=None, **law)
+
+    @property
+    def scheme(self) -> WeightingScheme:
+        """The law of the timesteps: ``weighting_scheme``, or the default of the prediction type."""
+        return self.weighting_scheme or ("logit_normal" if self.prediction_type == "flow" else "none")
+
     @property
     def prediction(self) -> Prediction:
         """The :class:`Prediction` of ``prediction_type``."""
@@ -172,7 +250,13 @@ class Objective:
             UsageError: If the model's schedule cannot be trained with this prediction type.
         """
         rescaled = {"rescale_betas_zero_snr": True} if self.rescale_betas_zero_snr else {}
-        return self.prediction.schedule({**scheduler_config, **rescaled})
+        schedule = self.prediction.schedule({**scheduler_config, **rescaled})
+        if self.shift is None:
+            return schedule
+        assert isinstance(schedule, FlowSchedule)
+        return replace(
+            schedule, shift=DynamicShift.from_config(scheduler_config) if self.shift == "dynamic" else self.shift
+        )
 
     def prepare(
         self,
@@ -183,6 +267,7 @@ class Objective:
         index: Tensor,
         schedule: Schedule,
         min_timestep: int = 0,
+        image_tokens: int | None = None,
     ) -> NoisyBatch:
         """Add noise to clean latents and compute the network's target.
 
@@ -196,10 +281,11 @@ class Objective:
             index: Global sample index (B,).
             schedule: From :meth:`noise_schedule`, on the device of ``latents``.
             min_timestep: Timesteps are drawn from [min_timestep, T).
+            image_tokens: Number of tokens that the network makes of one sample's latents, for a dynamic shift.
 
         Raises:
             UsageError: If ``min_timestep`` is not in [0, T).
-            ValueError: If ``index`` does not name one sample per latent.
+            ValueError: If ``index`` does not name one sample per latent, or a dynamic shift has no ``image_tokens``.
         """
         prediction = self.prediction
         num_timesteps = schedule.num_train_timesteps
@@ -213,11 +299,15 @@ class Objective:
         index = index.to(latents.device)
         clean = latents.float()
         noise, input_noise = self._noises(clean, seed, epoch, index)
-        positions = self._positions(seed, epoch, index, num_timesteps, min_timestep)
+        fractions = self._fractions(seed, epoch, index)
+        if isinstance(schedule, FlowSchedule):
+            fractions = schedule.shifted(fractions, image_tokens)
+        positions = fractions * (num_timesteps - min_timestep) + min_timestep
         noisy_latents, timesteps = prediction.add_noise(clean, input_noise, positions, schedule)
         target = prediction.target(clean, noise, timesteps, schedule)
         if self.snr_gamma is None:
-            weights = torch.ones_like(timesteps, dtype=torch.float32)
+            # diffusers' lowest level of T is 1 / T; weights of levels below it would grow without bound.
+            weights = scheme_weights(self.scheme, positions.clamp(min=1.0) / num_timesteps)
         else:
             weights = prediction.min_snr_weights(timesteps, self.snr_gamma, schedule)
         return NoisyBatch(noisy_latents.to(latents.dtype), timesteps, target, weights)
@@ -234,16 +324,12 @@ class Objective:
         extra_noise = normal(seed, epoch, index, Purpose.INPUT_PERTURBATION, shape)
         return noise, input_perturbation(noise, extra_noise, self.input_perturbation)
 
-    def _positions(
-        self, seed: int, epoch: Tensor | int, index: Tensor, num_timesteps: int, min_timestep: int
-    ) -> Tensor:
-        """Draw each sample's position in time, a real number in [min_timestep, T], (B,)."""
-        if self.timestep_sampling == "uniform":
-            fractions = uniform(seed, epoch, index, Purpose.TIMESTEP)
-        else:
-            normals = normal(seed, epoch, index, Purpose.TIMESTEP)
-            fractions = logit_normal(normals, self.logit_mean, self.logit_std)
-        return fractions * (num_timesteps - min_timestep) + min_timestep
+    def _fractions(self, seed: int, epoch: Tensor | int, index: Tensor) -> Tensor:
+        """Draw each sample's share of the schedule in [0, 1], from little to much noise, (B,)."""
+        if self.scheme == "logit_normal":
+            return logit_normal(normal(seed, epoch, index, Purpose.TIMESTEP), self.logit_mean, self.logit_std)
+        uniforms = uniform(seed, epoch, index, Purpose.TIMESTEP)
+        return mode(uniforms, self.mode_scale) if self.scheme == "mode" else uniforms
 
     def loss(self, prediction: Tensor, batch: NoisyBatch) -> Tensor:
         """Return the weighted mean squared error of each sample, float32 (B,).

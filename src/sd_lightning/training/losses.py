@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
+from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.families.base import Batch, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -28,27 +29,34 @@ class DiffusionLoss:
         self._model = latent_diffusion
         self._objective = objective
         self._seed = seed
+        self._held_out = objective.held_out()
         self.schedule = objective.noise_schedule(latent_diffusion.scheduler_config)
         """The noise schedule, on the device of :meth:`to`."""
+        self._held_out_schedule = self._held_out.noise_schedule(latent_diffusion.scheduler_config)
 
     def to(self, device: torch.device) -> None:
-        """Move the noise schedule to a device."""
-        self.schedule = self.schedule.to(device)
+        """Move the noise schedules to a device."""
+        self.schedule, self._held_out_schedule = self.schedule.to(device), self._held_out_schedule.to(device)
 
     def mean(self, networks: Networks, batch: Batch) -> Tensor:
         """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one."""
-        losses = self._per_sample(networks, self._noisy(batch), self._conditioning(networks, batch))
+        losses = self._per_sample(
+            networks, self._noisy(batch, self._objective, self.schedule), self._conditioning(networks, batch)
+        )
         return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
     def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
         """Return the losses (B,) of a batch as "loss", and as "caption_gap" how much wrong captions raise them.
 
+        Timesteps and weights are those of :meth:`Objective.held_out`, so that runs with different laws are comparable.
         The gap is measured on the noisier half of the schedule. Batches without ``wrong_input_ids`` have none.
         """
         conditioning = self._conditioning(networks, batch)
-        metrics = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
+        noisy = self._noisy(batch, self._held_out, self._held_out_schedule)
+        metrics = {"loss": self._per_sample(networks, noisy, conditioning)}
         if "wrong_input_ids" in batch:
-            noisy = self._noisy(batch, min_timestep=self.schedule.num_train_timesteps // 2)
+            half = self.schedule.num_train_timesteps // 2
+            noisy = self._noisy(batch, self._held_out, self._held_out_schedule, min_timestep=half)
             right = self._per_sample(networks, noisy, conditioning)
             wrong = self._conditioning(networks, batch, wrong=True)
             metrics["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
@@ -63,14 +71,16 @@ class DiffusionLoss:
         input_ids = batch["wrong_input_ids"] if wrong else batch["input_ids"]
         return self._model.condition(encoders, {**batch, "input_ids": input_ids})
 
-    def _noisy(self, batch: Batch, *, min_timestep: int = 0) -> NoisyBatch:
-        return self._objective.prepare(
-            batch["latents"],
+    def _noisy(self, batch: Batch, objective: Objective, schedule: Schedule, *, min_timestep: int = 0) -> NoisyBatch:
+        latents = batch["latents"]
+        return objective.prepare(
+            latents,
             seed=self._seed,
             epoch=batch["epoch"],
             index=batch["index"],
-            schedule=self.schedule,
+            schedule=schedule,
             min_timestep=min_timestep,
+            image_tokens=self._model.family.image_tokens(*latents.shape[-2:]),
         )
 
     def _per_sample(self, networks: Networks, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:

@@ -355,10 +355,6 @@ class Family(ABC):
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
 
-    def image_tokens(self, vae_config: Mapping[str, Any], height: int, width: int) -> int:
-        """Return the number of tokens of an image, by which noise schedules may be shifted."""
-        return (height // self.size_multiple(vae_config)) * (width // self.size_multiple(vae_config))
-
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
 
@@ -366,6 +362,10 @@ class Family(ABC):
         """
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
+        return height * width
 
     @contextmanager
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:

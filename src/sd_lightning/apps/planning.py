@@ -214,13 +214,15 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         world_size: Number of processes.
     """
     batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
+    resolution = spec["data.resolution"] or model.resolution
+    model.check_sizes(resolution, setting="data.resolution")
     caches = spec.get("data.cache_latents", "store" in spec["data"])
     return training_run(
         world_size if batch_size in (AUTO, None) else batch_size,
         world_size=world_size,
         accumulate=spec.get("trainer.accumulate_grad_batches", 1),
         callbacks=spec.callbacks.values(),
-        resolution=spec["data.resolution"] or model.resolution,
+        resolution=resolution,
         precision=str(spec["trainer.precision"]),
         train_text_encoder=spec["module.train_text_encoder"],
         lora=spec.lora,

@@ -141,6 +141,8 @@ class SDDataModule(LightningDataModule):
         Raises:
             UsageError: It cannot.
         """
+        if self.source_train.latents is None:  # of a store, precompute has checked
+            self.images.check_model(model)
         for source in self._sources:
             source.check_model(model, train_text_encoder=train_text_encoder)
 

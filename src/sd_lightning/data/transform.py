@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample
 from sd_lightning.models.families.base import SIZE_MULTIPLE
+
+if TYPE_CHECKING:
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 MAX_IMAGE_PIXELS = 128_000_000
 """Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
@@ -305,6 +309,15 @@ class ImageOptions:
             max_side=self.max_bucket_reso,
             step=self.bucket_reso_steps,
         )
+
+    def check_model(self, model: LatentDiffusion) -> None:
+        """Check that a model takes images of these shapes.
+
+        Raises:
+            UsageError: It cannot divide them.
+        """
+        setting = "bucket_reso_steps" if self.enable_bucket else "resolution"
+        model.check_sizes(getattr(self, setting), setting=f"data.{setting}")
 
     def check_cacheable(self) -> None:
         """Check that each image can be encoded once, and that all latents have one shape (``data.cache_latents``).

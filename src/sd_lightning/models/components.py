@@ -171,7 +171,8 @@ def defer_network(
     if wrong:
         raise UsageError(_misses(folder, component, wrong))
     unknown = sorted(set(store.keys()) - {keys[name] for name in shapes})
-    unknown = [key for key in unknown if not key.endswith("position_ids")]  # saved by transformers before 4.31
+    # Transformers before 4.31 saved position ids; a pipeline may take a language model without its head.
+    unknown = [key for key in unknown if not key.endswith("position_ids") and not key.startswith("lm_head.")]
     if unknown:
         raise UsageError(
             f"{folder}: the weights hold {_and_more(unknown)}, for which {component.class_name} of this config.json "
@@ -284,7 +285,9 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
     written = component.file_keys(network.state_dict())
-    keys = {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
+    inner = f"{network.base_model_prefix}."  # of the model inside of one with a head
+    known = {name: (f"{inner}{name}", name.removeprefix(inner), name, written[name]) for name in written}
+    keys = {name: key for name, several in known.items() for key in several if key in store}  # the last that is there
     for name, other in getattr(network, "all_tied_weights_keys", {}).items():  # transformers may have saved only one
         if name in keys:
             keys.setdefault(other, keys[name])

@@ -41,7 +41,13 @@ class SamplingOptions:
             value = getattr(self, name)
             if value < 1:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
-        self.check_size(SIZE_MULTIPLE)
+        for name in ("height", "width"):
+            size = getattr(self, name)
+            if size is not None and (size < SIZE_MULTIPLE or size % SIZE_MULTIPLE):
+                raise UsageError(
+                    f"sampling got {name}={size}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. "
+                    f"{name}={max(size // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE}"
+                )
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
@@ -72,7 +78,9 @@ class SamplingOptions:
         Raises:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
-        self.check_size(latent_diffusion.size_multiple)
+        for name in ("height", "width"):
+            sides = () if (side := getattr(self, name)) is None else (side,)
+            latent_diffusion.check_sizes(*sides, setting=name, who="sampling got ")
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
         self.check_steps(scheduler.config)
         of_size = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}  # the pipeline knows the number
@@ -85,20 +93,6 @@ class SamplingOptions:
                 f"sampling got num_inference_steps={self.num_inference_steps}, with which {type(scheduler).__name__} "
                 f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
             ) from error
-
-    def check_size(self, multiple: int) -> None:
-        """Check that the sides of images are multiples of a number of pixels.
-
-        Raises:
-            UsageError: One is not.
-        """
-        for name in ("height", "width"):
-            size = getattr(self, name)
-            if size is not None and (size < multiple or size % multiple):
-                raise UsageError(
-                    f"sampling got {name}={size}; expected a multiple of {multiple} pixels, e.g. "
-                    f"{name}={max(size // multiple, 1) * multiple}"
-                )
 
     def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
         """Refuse more inference steps than training timesteps: some would be repeated, or lie between two of them.

@@ -86,17 +86,17 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     return network, _described(component, network)
 
 
-def filled_network(component: Component, folder: Path) -> tuple[nn.Module, Component]:
-    """Build a network with the weights that a folder of the package has of these names, and return it with its record.
+def fill_shipped_(network: nn.Module, component: Component, folder: Path) -> Component:
+    """Give a network the weights of its names that a folder of the package has, and return its whole record.
 
     Args:
-        component: The network's class and configuration.
+        network: Built from its record.
+        component: Its record.
         folder: Its safetensors files may have more than this network takes.
     """
-    network = component.instantiate()
     found = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
     network.load_state_dict({name: found[name] for name in network.state_dict()})
-    return network.eval(), _described(component, network)
+    return _described(component, network.eval())
 
 
 def _check_weights(component: Component, folder: Path, variant: str | None) -> None:

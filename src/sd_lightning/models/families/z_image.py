@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
@@ -59,14 +60,17 @@ class ZImage(TransformerFamily):
     ) -> Tensor:
         count = len(noisy_latents)
         time = (1000 - timesteps.expand(count)) / 1000
-        feats, images = conditioning["cap_feats"], noisy_latents.unsqueeze(2)  # a picture is a film of one frame
-        if not feats.is_meta:  # there, masks have no values, and every caption is as long as it may be
-            captions = self.prompt_embeds(dict(conditioning))
-            if len({len(each) for each in captions}) > 1:
-                made = denoiser(list(images), time, captions, return_dict=False)[0]
-                return -torch.stack(made).squeeze(2)
-            feats = feats[:, : len(captions[0])]
-        with _as_one(denoiser, count):
+        feats, mask = conditioning["cap_feats"], conditioning["cap_mask"].bool()
+        images = noisy_latents.unsqueeze(2)  # a picture is a film of one frame
+        # On the meta device masks have no values, and every caption is as long as it may be.
+        lengths = {feats.shape[1]} if mask.is_meta else {*mask.sum(1).tolist()}
+        length = max(lengths) + -max(lengths) % MULTIPLE
+        if min(lengths) <= length - MULTIPLE:
+            made = denoiser(list(images), time, self.prompt_embeds(dict(conditioning)), return_dict=False)[0]
+            return -torch.stack(made).squeeze(2)
+        missing = length - feats[:, :length].shape[1]
+        feats, mask = F.pad(feats[:, :length], (0, 0, 0, missing)), F.pad(mask[:, :length], (0, missing))
+        with _as_one(denoiser, ~mask):
             made = denoiser([images], time, [feats], return_dict=False)[0]
         return -made[0].squeeze(2)
 
@@ -120,30 +124,32 @@ class ZImage(TransformerFamily):
 
 
 @contextmanager
-def _as_one(network: Any, count: int) -> Iterator[None]:
-    """Make the network's forward take ``count`` images and captions of one length each as one tensor, not as a list.
+def _as_one(network: Any, filled: Tensor) -> Iterator[None]:
+    """Make the network's forward take images and captions of one length as one tensor each, not as lists.
 
     It computes the same numbers, in fewer and larger steps.
-    """
 
-    def padded(tokens: Tensor, grid: tuple[int, int, int], start: tuple[int, int, int]) -> tuple[Tensor, ...]:
-        """Return tokens (B * N, D), position ids (N, 3) and the mask of filled up tokens (N,)."""
-        one, ids, is_filled, *_ = network._pad_with_ids(tokens[0], grid, start, tokens.device)
-        missing = len(one) - tokens.shape[1]
-        return torch.cat([tokens, tokens[:, -1:].expand(-1, missing, -1)], dim=1).flatten(0, 1), ids, is_filled
+    Args:
+        network: The denoiser.
+        filled: (B, L), which tokens of the captions the network's own one replaces; L is a multiple of 32.
+    """
+    count, length = filled.shape
 
     def patchify(images: list[Tensor], captions: list[Tensor], size: int, frames: int) -> tuple[Any, ...]:
+        device = filled.device
         # The batch takes the place of the frames: patches come one image after the other.
         patches, _, (_, h, w) = network._patchify_image(images[0].squeeze(2).transpose(0, 1), size, frames)
-        length = captions[0].shape[1] + -captions[0].shape[1] % MULTIPLE
-        caption, caption_ids, caption_fill = padded(captions[0], (length, 1, 1), (1, 0, 0))
-        image, image_ids, image_fill = padded(patches.unflatten(0, (count, -1)), (1, h, w), (length + 1, 0, 0))
-        shape = images[0].shape[2:]
-        return [image], [caption], [shape], [image_ids], [caption_ids], [image_fill], [caption_fill]
+        tokens = patches.unflatten(0, (count, -1))
+        first, ids, is_filled, *_ = network._pad_with_ids(tokens[0], (1, h, w), (length + 1, 0, 0), device)
+        tokens = torch.cat([tokens, tokens[:, -1:].expand(-1, len(first) - h * w, -1)], dim=1)
+        caption_ids = network.create_coordinate_grid((length, 1, 1), (1, 0, 0), device).flatten(0, 2)
+        sizes = [images[0].shape[2:]]
+        flat = [tokens.flatten(0, 1)], [captions[0].flatten(0, 1)]
+        return *flat, sizes, [ids], [caption_ids], [is_filled], [filled]
 
     def prepare(feats: list[Tensor], ids: list[Tensor], fill: list[Tensor], token: Tensor, *_: Any) -> tuple[Any, ...]:
         tokens = torch.where(fill[0].unsqueeze(-1), token, feats[0].unflatten(0, (count, -1)))
-        return tokens, network.rope_embedder(ids[0][: tokens.shape[1]]).expand(count, -1, -1), None, None, None
+        return tokens, network.rope_embedder(ids[0]).expand(count, -1, -1), None, None, None
 
     def unified(image: Tensor, image_freqs: Tensor, _: Any, __: Any, caption: Tensor, freqs: Tensor, *___: Any) -> Any:
         return torch.cat([image, caption], dim=1), torch.cat([image_freqs, freqs], dim=1), None, None

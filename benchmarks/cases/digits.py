@@ -20,16 +20,21 @@ TABLE = {
 }
 
 
+def trained(*options: str) -> dict[str, float]:
+    """Train with the default settings but for ``options``; return the summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "sd_lightning.train", f"output_dir={folder}/run", *options]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        summary: dict[str, float] = json.loads(Path(folder, "run", "summary.json").read_text())
+    return summary
+
+
 def measure() -> dict[str, float]:
     """Train with the default settings under seeds 0 and 1 and read their summaries."""
     metrics: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in (0, 1):
-            run_dir = Path(folder) / f"seed-{seed}"
-            command = [sys.executable, "-m", "sd_lightning.train", f"seed={seed}", f"output_dir={run_dir}"]
-            subprocess.run(command, check=True, stdout=sys.stderr)
-            summary = json.loads((run_dir / "summary.json").read_text())
-            for name in ("prompted_accuracy", "prompted_accuracy_samples", "train_seconds", "caption_gap"):
-                metrics[f"{name}_seed_{seed}"] = summary[name]
+    for seed in (0, 1):
+        summary = trained(f"seed={seed}")
+        for name in ("prompted_accuracy", "prompted_accuracy_samples", "train_seconds", "caption_gap"):
+            metrics[f"{name}_seed_{seed}"] = summary[name]
     metrics["train_seconds_max"] = max(metrics["train_seconds_seed_0"], metrics["train_seconds_seed_1"])
     return metrics

@@ -8,19 +8,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from glyph import GLYPH, GlyphJudge, write_photos
+from glyph import SUBJECT, drawn_shares, write_photos
 from refusals import call
-from sd_lightning import LatentDiffusion, SamplingOptions
-from sd_lightning.data.sources.digits import GENERIC_CAPTION, PROMPTS
-from sd_lightning.models.generation import generate
 
 pytestmark = pytest.mark.slow
-
-SUBJECT = "a handwritten sks digit"
-OPTIONS = SamplingOptions(num_inference_steps=12, guidance_scale=3.0, batch_size=200)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,16 +33,7 @@ def shares(run: str, trained_run: Path, *options: str) -> dict[str, float]:
         f"'instance_prompt={SUBJECT}' class_data_dir=pictures logger=csv {' '.join(options)}"
     )
     assert call(command) == 0
-    model = LatentDiffusion.from_pretrained(f"{run}/pipeline")
-    prompts = [SUBJECT] * 60 + list(PROMPTS) * 20 + [GENERIC_CAPTION] * 60
-    read = GlyphJudge()(generate(model, prompts, seeds=range(1000, 1000 + len(prompts)), options=OPTIONS))
-    subject, digits, generic = np.split(read, [60, 260])
-    return {
-        "subject": float((subject == GLYPH).mean()),
-        "digits": float((digits == np.arange(200) % 10).mean()),
-        "generic is the subject": float((generic == GLYPH).mean()),
-        "kinds of generic": len(set(generic.tolist()) - {GLYPH}),
-    }
+    return drawn_shares(run)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from sd_lightning.data.sources.digits import Digits
+from sd_lightning import LatentDiffusion, SamplingOptions
+from sd_lightning.data.sources.digits import GENERIC_CAPTION, PROMPTS, Digits
+from sd_lightning.models.generation import generate
+
+SUBJECT = "a handwritten sks digit"
 
 GLYPH = 10
 """What the judge calls the subject; 0 to 9 are the digits."""
@@ -46,6 +50,21 @@ class GlyphJudge:
 
     def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
         return self._svc.predict(_features(images))
+
+
+def drawn_shares(run: str | Path, *, guidance_scale: float = 3.0) -> dict[str, float]:
+    """Draw with a run's pipeline; return how often each prompt is drawn as it should be."""
+    prompts = [SUBJECT] * 60 + list(PROMPTS) * 20 + [GENERIC_CAPTION] * 60
+    options = SamplingOptions(num_inference_steps=12, guidance_scale=guidance_scale, batch_size=200)
+    model = LatentDiffusion.from_pretrained(f"{run}/pipeline")
+    read = GlyphJudge()(generate(model, prompts, seeds=range(1000, 1000 + len(prompts)), options=options))
+    subject, digits, generic = np.split(read, [60, 260])
+    return {
+        "subject": float((subject == GLYPH).mean()),
+        "digits": float((digits == np.arange(200) % 10).mean()),
+        "generic is the subject": float((generic == GLYPH).mean()),
+        "kinds of generic": len(set(generic.tolist()) - {GLYPH}),
+    }
 
 
 def _features(images: Sequence[Image.Image]) -> np.ndarray:

@@ -1,0 +1,44 @@
+"""The small transformers learn what their captions ask for; their adapters learn a subject, and digits stay digits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glyph import SUBJECT, drawn_shares, write_photos
+
+pytestmark = pytest.mark.slow
+
+IN_FULL = pytest.mark.full("quality")
+GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "seed"),
+    [
+        pytest.param("tiny_klein", 0, id="klein"),
+        pytest.param("tiny_klein", 1, id="klein, seed 1", marks=IN_FULL),
+        pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),
+        pytest.param("tiny_z_image", 1, id="Z-Image, seed 1", marks=IN_FULL),
+    ],
+)
+def test_digits_are_learned_with_the_defaults_and_a_subject_with_adapters(
+    model: str, seed: int, tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    digits, subject = tmp_path / "digits", tmp_path / "subject"
+    common = (f"model={model}", f"seed={seed}", "callbacks.samples.every_n_steps=0", "logger=csv")
+    run_python("-m", "sd_lightning.train", f"output_dir={digits}", *common, timeout=1800, check=True)
+    summary = json.loads((digits / "summary.json").read_text())
+    assert summary["prompted_accuracy"] >= 0.95 and summary["caption_gap"] >= 0.1, summary
+
+    lora = ("experiment=dreambooth_tiny", "trainable=lora", "lora.rank=16", "learning_rate=5e-3")
+    data = (f"instance_data_dir={write_photos(tmp_path / 'photos')}", f"instance_prompt={SUBJECT}")
+    start = (f"init_from={digits}", f"output_dir={subject}", "train_text_encoder=false")
+    run_python("-m", "sd_lightning.dreambooth", *common, *lora, *data, *start, timeout=1800, check=True)
+    found = drawn_shares(subject, guidance_scale=GUIDANCE[model])
+    assert found["subject"] >= 0.95, found
+    assert found["digits"] >= 0.90, found
+    assert found["generic is the subject"] <= 0.10, found
+    assert found["kinds of generic"] >= 5, found

@@ -236,7 +236,7 @@ _LOW_PRECISION = frozenset(
 )
 _FLOAT32 = frozenset(
     (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.mse_loss, torch.exp, Tensor.exp)
-    + (torch.pow, Tensor.pow, torch.sum, Tensor.sum, F.log_softmax, F.cross_entropy)
+    + (F.rms_norm, torch.pow, Tensor.pow, torch.sum, Tensor.sum, F.log_softmax, F.cross_entropy)
 )
 """The functions of CUDA's autocast lists that denoisers, text encoders and losses call (torch, ``autocast_mode.h``)."""
 

@@ -275,7 +275,7 @@ def train_command(spec: RunSpec, training: TrainingRun, options: Sequence[str]) 
     settings = list(given)
     if spec["encoders"] == "none":
         settings += ["data=latents", "data.store=store"]
-    elif spec.model.get("architecture") != "tiny":  # which trains on digits, without a folder
+    elif not str(spec.model.get("architecture")).startswith("tiny"):  # they train on digits, without a folder
         settings += ["data=images", "data.train_data_dir=photos"]
     known = chosen | {_key(each) for each in given}
     implied = _implied(spec, training, CommandLine("train", line.folders, tuple(settings)))

@@ -26,6 +26,7 @@ class SamplingOptions:
 
     num_inference_steps: int = 25
     guidance_scale: float = 7.5
+    """As the model's pipeline counts it: 1 is none, but where guidance is added to the caption's prediction, 0 is."""
     scheduler: str | None = None
     """Scheduler in place of the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
     batch_size: int = 16

@@ -91,7 +91,7 @@ class PipelineParts:
 
 def build_parts(architecture: str | Architecture, *, seed: int, device: str | torch.device) -> PipelineParts:
     """Build a model from its configuration, with random weights; see :meth:`LatentDiffusion.build`."""
-    is_ours = isinstance(architecture, str)
+    by_name = isinstance(architecture, str)
     if isinstance(architecture, str):
         architecture = families.architecture(architecture)
     family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
@@ -117,7 +117,7 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             for name in family.text_encoders:
                 embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=std)
-    if is_ours and architecture.has_tiny_vae and torch.device(device).type != "meta":
+    if by_name and architecture.has_tiny_vae and torch.device(device).type != "meta":
         networks["vae"], components["vae"] = filled_network(components["vae"], TINY_VAE)
     components["scheduler"] = architecture.scheduler
     return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)

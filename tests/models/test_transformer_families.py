@@ -1,0 +1,299 @@
+"""Flux.2-klein and Z-Image: what is silent when it is wrong, compared with diffusers' own pipelines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import small_training as small
+from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule
+from sd_lightning._errors import UsageError
+from sd_lightning.data.sources.digits import Digits
+from sd_lightning.data.transform import ImageOptions
+from sd_lightning.models import families
+from sd_lightning.models.families.blocks import execution_position, repeated_blocks
+from sd_lightning.models.generation import generate
+from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.loading import check_pretrained
+
+TINY = ["tiny_klein", "tiny_z_image"]
+PROMPTS = ["a handwritten three", "a drawing of a eight"]
+TIMES = torch.tensor([100.0, 900.0])
+PARAMETERS = {
+    "klein_4b": {"transformer": 3_875_544_576, "vae": 84_046_115, "text_encoder": 4_022_468_096},
+    "klein_9b": {"transformer": 9_078_581_248, "vae": 84_046_115, "text_encoder": 8_190_735_360},
+    "z_image": {"transformer": 6_154_908_736, "vae": 83_819_683, "text_encoder": 4_022_468_096},
+}
+"""Of the published checkpoints."""
+
+
+@pytest.fixture(scope="module", params=TINY)
+def model(request: pytest.FixtureRequest) -> LatentDiffusion:
+    made = LatentDiffusion.build(request.param, seed=3)
+    for network in made.networks.values():
+        network.requires_grad_(False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def z_image() -> LatentDiffusion:
+    return LatentDiffusion.build("z_image", device="meta")
+
+
+def encoded(model: LatentDiffusion, captions: list[str]) -> dict[str, Tensor]:
+    return model.condition(model.text_encoders, {"input_ids": model.tokenize(captions)})
+
+
+def theirs(pipeline: Any, captions: list[str]) -> Any:
+    return pipeline.encode_prompt(list(captions), max_sequence_length=16)[0]
+
+
+def pixels(images: list[Any]) -> np.ndarray:
+    return np.stack([np.asarray(image, dtype=int) for image in images])
+
+
+def ours(model: LatentDiffusion, scale: float, negative_prompt: str = "", prompts: list[str] = PROMPTS) -> np.ndarray:
+    options = SamplingOptions(num_inference_steps=3, guidance_scale=scale)
+    return pixels(generate(model, prompts, seeds=[5, 6], options=options, negative_prompt=negative_prompt))
+
+
+def test_captions_are_encoded_as_the_pipeline_encodes_them(model: LatentDiffusion) -> None:
+    made = model.family.prompt_embeds(encoded(model, PROMPTS))
+    for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_batch_never_changes_an_embedding(model: LatentDiffusion) -> None:
+    for captions in (["", PROMPTS[0]], [PROMPTS[0], "one two three four five"]):
+        together = model.family.prompt_embeds(encoded(model, captions))
+        for caption, one in zip(captions, together, strict=True):
+            torch.testing.assert_close(one, model.family.prompt_embeds(encoded(model, [caption]))[0])
+    assert len(model.tokenize(["three"])["text_encoder"][0]) == 16
+
+
+def test_pictures_are_the_pipelines(model: LatentDiffusion) -> None:
+    pipeline: Any = model.pipeline()
+    for scale, negative in ((3.0, ""), (3.0, "a handwritten one"), (0.0, "")):
+        generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+        given = {"num_inference_steps": 3, "guidance_scale": scale, "generator": generators}
+        if negative:
+            given["negative_prompt_embeds"] = theirs(pipeline, [negative] * 2)
+            given["prompt_embeds"] = theirs(pipeline, PROMPTS)
+        else:
+            given["prompt"] = list(PROMPTS)
+        images = pipeline(**given, height=32, width=32, max_sequence_length=16).images
+        assert np.abs(ours(model, scale, negative) - pixels(images)).max() <= 1
+
+
+def test_guidance_is_on_where_the_pipeline_has_it_on(model: LatentDiffusion) -> None:
+    off = model.family.no_guidance
+    assert off == {"Flux2KleinPipeline": 1.0, "ZImagePipeline": 0.0}[model.pipeline_class]
+    assert (ours(model, off) == ours(model, off, "a handwritten one")).all()
+    assert (ours(model, off + 2) != ours(model, off + 2, "a handwritten one")).any()
+
+
+def test_a_list_of_captions_stays_as_it_is(model: LatentDiffusion) -> None:
+    prompts = list(PROMPTS)
+    first, second = ours(model, 3.0, prompts=prompts), ours(model, 3.0, prompts=prompts)
+    assert prompts == PROMPTS and (first == second).all()
+
+
+def test_the_denoiser_gets_what_the_pipeline_gives_it(model: LatentDiffusion) -> None:
+    calls: list[tuple[Any, Any, Any]] = []
+    hook = model.denoiser.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    pipeline: Any = model.pipeline()
+    latents = torch.randn(2, *model.latent_space.shape(32, 48))
+    known = encoded(model, PROMPTS)
+    embeds = model.family.prompt_embeds(known)
+    given = {"prompt_embeds": embeds, "height": 32, "width": 48, "guidance_scale": 0.0, "num_inference_steps": 2}
+    pipeline(**given, latents=latents, output_type="latent")
+    hook.remove()
+    for args, kwargs, (output, *_) in calls:
+        if args:  # Z-Image: lists of (C, 1, h, w), what is left of the time, the negative velocity
+            inputs, times, velocity = torch.stack(args[0]).squeeze(2), 1000 - 1000 * args[1], -torch.stack(output)
+        else:
+            size = latents.shape[2:]
+            inputs = kwargs["hidden_states"].mT.unflatten(2, size)
+            times, velocity = 1000 * kwargs["timestep"], output.mT.unflatten(2, size)
+        expected = velocity.reshape(latents.shape)
+        torch.testing.assert_close(
+            model.family.denoise(model.denoiser, inputs, times, known), expected, rtol=1e-4, atol=1e-5
+        )
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 9), (3, 16), (16, 16)])
+def test_captions_of_any_length_are_denoised_as_a_list(lengths: tuple[int, int]) -> None:
+    model = LatentDiffusion.build("tiny_z_image", seed=3)
+    mask = torch.stack([torch.arange(16) < length for length in lengths]).float()
+    known = {"cap_feats": torch.randn(2, 16, 32), "cap_mask": mask}
+    latents = torch.randn(2, 4, 8, 12, requires_grad=True)
+    made = model.family.denoise(model.denoiser, latents, TIMES, known)
+    captions = [feats[:length] for feats, length in zip(known["cap_feats"], lengths, strict=True)]
+    other: Any = model.denoiser
+    expected = other(list(latents.unsqueeze(2)), (1000 - TIMES) / 1000, captions, return_dict=False)[0]
+    assert torch.equal(made, -torch.stack(expected).squeeze(2))
+    made.sum().backward()
+    assert latents.grad is not None and "unpatchify" not in vars(other)
+
+
+def test_half_precision_keeps_the_lengths_of_captions() -> None:
+    mask = (torch.arange(512) < torch.tensor([[301], [257]])).bfloat16()
+    found: Any = families.FAMILIES["ZImagePipeline"]
+    kept = found.prompt_embeds({"cap_feats": torch.zeros(2, 512, 1), "cap_mask": mask})
+    assert [len(each) for each in kept] == [301, 257]
+
+
+def test_latents_are_normalised_as_the_pipeline_does(model: LatentDiffusion) -> None:
+    images, pipeline = torch.rand(2, 3, 32, 48) * 2 - 1, model.pipeline()
+    space, vae = model.latent_space, model.vae
+    raw = model.family.encode(vae, images)
+    assert raw.shape[1:] == space.encoded_shape(32, 48)
+    latents = space.latents(raw, lambda shape: torch.zeros(2, *shape))
+    assert latents.shape[1:] == space.shape(32, 48)
+    mean = vae.encode(images).latent_dist.mode()
+    if hasattr(pipeline, "_encode_vae_image"):
+        expected = pipeline._encode_vae_image(images, None)
+    else:
+        expected = (mean - vae.config.shift_factor) * vae.config.scaling_factor
+    torch.testing.assert_close(latents, expected)
+    torch.testing.assert_close(space.decodable(latents), mean)
+    noise = torch.randn(2, *mean.shape[1:])
+    drawn = space.decodable(space.latents(raw, lambda shape: noise))
+    torch.testing.assert_close(drawn, mean + noise * vae.encode(images).latent_dist.std, rtol=1e-4, atol=1e-5)
+
+
+def test_shift_and_scale_of_z_image_are_undone_in_the_pipelines_order() -> None:
+    model = LatentDiffusion.build("tiny_z_image")
+    model.vae.register_to_config(shift_factor=0.25, scaling_factor=0.5)
+    latents = torch.randn(1, 4, 8, 8)
+    torch.testing.assert_close(model.latent_space.decodable(latents), latents / 0.5 + 0.25)
+
+
+def test_the_shipped_statistics_give_latents_of_unit_variance() -> None:
+    model = LatentDiffusion.build("tiny_klein")
+    source = Digits("train")
+    images = torch.stack([torch.from_numpy(np.array(source.image(i))) for i in range(256)])
+    images = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        latents = model.latent_space.latents(
+            model.family.encode(model.vae, images), lambda shape: torch.randn(256, *shape)
+        )
+    assert latents.mean().abs() < 0.1 and 0.9 < latents.std() < 1.1
+
+
+def test_blocks_are_in_the_order_in_which_they_run(model: LatentDiffusion) -> None:
+    blocks, order = repeated_blocks(model.denoiser), []
+    hooks = [b.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, b in blocks.items()]
+    latents = torch.randn(2, *model.latent_space.shape(32, 32))
+    model.family.denoise(model.denoiser, latents, TIMES, encoded(model, PROMPTS))
+    for hook in hooks:
+        hook.remove()
+    assert order == sorted(blocks, key=execution_position) and len(order) > 2
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_architectures_have_the_published_number_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        networks = {key: part.instantiate() for key, part in families.architecture(name).networks.items()}
+    assert {key: sum(p.numel() for p in each.parameters()) for key, each in networks.items()} == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_have_less_than_a_million_parameters(name: str) -> None:
+    model = LatentDiffusion.build(name)
+    assert sum(p.numel() for network in model.networks.values() for p in network.parameters()) < 1e6
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_sharded_weights_are_read_by_either_loader(name: str, tmp_path: Path) -> None:
+    model = LatentDiffusion.build(name, seed=1)
+    model.save_pretrained(tmp_path)
+    for network in ("transformer", "text_encoder"):
+        for file in (tmp_path / network).glob("*.safetensors"):
+            file.unlink()
+        model.networks[network].save_pretrained(tmp_path / network, max_shard_size="100KB")
+        assert len(list((tmp_path / network).glob("*.safetensors"))) > 1
+    if model.components["text_encoder"].class_name == "Qwen3Model":  # published files are of the language model
+        whole = Qwen3ForCausalLM(
+            Qwen3Config(**{**model.components["text_encoder"].config, "tie_word_embeddings": False})
+        )
+        whole.model.load_state_dict(model.networks["text_encoder"].state_dict())
+        for file in (tmp_path / "text_encoder").iterdir():
+            file.unlink()
+        whole.save_pretrained(tmp_path / "text_encoder", max_shard_size="60KB")
+    deferred, loaded = (LatentDiffusion.from_pretrained(tmp_path, deferred=names) for names in (("all",), ()))
+    assert deferred.deferred.keys() == deferred.networks.keys()
+    deferred.read_deferred("cpu")
+    for network, each in model.networks.items():
+        for key, value in each.state_dict().items():
+            assert torch.equal(deferred.networks[network].state_dict()[key], value), key
+            assert torch.equal(loaded.networks[network].state_dict()[key], value), key
+    assert loaded.tokenize(PROMPTS).keys() == {"text_encoder", "text_encoder_mask"}
+    assert all(torch.equal(ids, model.tokenize(PROMPTS)[key]) for key, ids in loaded.tokenize(PROMPTS).items())
+
+
+def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny_klein").save_pretrained(tmp_path / "a")
+    index = tmp_path / "a" / "model_index.json"
+    check_pretrained("tiny_klein", str(tmp_path / "a"))
+    index.write_text(json.dumps({**json.loads(index.read_text()), "is_distilled": True}))
+    model = LatentDiffusion.from_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "model_index.json").read_text())["is_distilled"] is True
+    assert model.pipeline().config.is_distilled is True
+    with pytest.raises(UsageError, match="is_distilled is true.*train the base checkpoint"):
+        check_pretrained("tiny_klein", str(tmp_path / "a"))
+
+
+def test_a_pipeline_of_another_size_is_told(tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny_klein").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="holds a transformer with num_attention_heads=4, not 32; write model=tiny_kl"):
+        check_pretrained("klein_9b", str(tmp_path))
+    with pytest.raises(UsageError, match="holds a Flux2KleinPipeline; write model=tiny_klein"):
+        check_pretrained("z_image", str(tmp_path))
+
+
+def test_sides_that_patches_cannot_divide_are_refused(z_image: LatentDiffusion) -> None:
+    with pytest.raises(
+        UsageError, match=r"data\.resolution=520: .* multiples of 16 pixels; write data\.resolution=512"
+    ):
+        ImageOptions(resolution=520).check_model(z_image)
+    ImageOptions(resolution=528).check_model(z_image)
+    with pytest.raises(UsageError, match="sampling got height=1000: .* multiples of 16"):
+        SamplingOptions(height=1000).check(z_image)
+    assert z_image.family.image_tokens(z_image.components["vae"].config, 1024, 512) == 64 * 32
+
+
+def test_only_the_scheduler_of_flow_matching_samples(model: LatentDiffusion, z_image: LatentDiffusion) -> None:
+    with pytest.raises(UsageError, match="cannot sample with it; choose another, such as FlowMatchEulerDiscreteSched"):
+        SamplingOptions(scheduler="ddim").check(model)
+    z_image.use_scheduler({"use_dynamic_shifting": True})
+    SamplingOptions().check(z_image)
+
+
+@pytest.mark.parametrize("options", [{"train_text_encoder": True}, {"learned_token": LearnedToken("S*")}])
+def test_chat_models_are_not_trained(options: Any) -> None:
+    model = LatentDiffusion.build("tiny_z_image")
+    with pytest.raises(UsageError, match="whose text encoder is a chat model that stays frozen; leave"):
+        SDLightningModule(model, optimizer=small.adamw, **options)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_run_trains_the_denoiser_alone(name: str) -> None:
+    model = LatentDiffusion.build(name)
+    before = {n: [p.detach().clone() for p in network.parameters()] for n, network in model.networks.items()}
+    module = SDLightningModule(model, optimizer=small.adamw, seed=3)
+    small.fit(module, small.data(), 3)
+    assert module.last_loss is not None and module.last_loss.isfinite()
+    changed = {
+        n for n, each in model.networks.items() if any((p != q).any() for p, q in zip(each.parameters(), before[n]))
+    }
+    assert changed == {"transformer"}
+    unchanged = [k for (k, p), q in zip(model.denoiser.named_parameters(), before["transformer"]) if (p == q).all()]
+    assert unchanged == []

@@ -41,6 +41,7 @@ class ZImage(TransformerFamily):
         "tokenizer": CHAT_TOKENIZER,
     }
     width_key = "dim"
+    masks_padding = True
     no_guidance = 0.0  # cond + s * (cond - uncond)
     thinks = True
 

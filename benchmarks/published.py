@@ -296,7 +296,7 @@ PUBLISHED = {
 }
 
 
-AWAITED = frozenset(("flux1_dev", "klein_4b", "klein_9b", "krea2", "z_image"))
+AWAITED = frozenset(("flux1_dev", "krea2"))
 """Models of these figures that are not here yet: take a name out when its architecture is there."""
 
 

@@ -33,6 +33,7 @@ TABLE = {
     "the same: Anyscale's share of encoding in a step; A10G per A100 that encode beside them at 256², 512²": (
         "{anyscale_share}; {anyscale_encoders_256}, {anyscale_encoders_512}"
     ),
+    "predicted to about what SimpleTuner says for LoRA: klein 4B, 9B": "{simpletuner_klein_4b}, {simpletuner_klein_9b}",
     "errors of those that judge: memory of NVIDIA; of others": (
         "{nvidia_fp16_off_by}, {nvidia_batch_48_off_by}; {colossalai_baseline_off_by}, "
         "{colossalai_optimised_off_by}, {diffusers_16gb_off_by}, {t4_off_by}, {t4_checkpointing_batch_2_off_by}"

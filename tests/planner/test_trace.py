@@ -13,7 +13,9 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.checkpointing import SavedActivations, recompute_
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.meta import meta_batch, meta_conditioning
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
@@ -77,6 +79,41 @@ def test_a_trace_agrees_with_the_allocator(options: dict[str, Any]) -> None:
     found = allocated(lambda: loss_of(real, "cpu", BATCH).backward())
     trace = traced(unet("meta", **options))
     assert trace.live(BATCH).max() == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image"])
+def test_a_trace_of_a_transformer_agrees_with_the_allocator(
+    name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no fused norms, which traces have, nor the float32 sums of flash attention's backward."""
+
+    def fused(values: torch.Tensor, shape: list[int], weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(values, shape, weight, None, eps)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", fused)
+
+    def step(device: str, count: int) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model = LatentDiffusion.build(name, device=device)
+        network: Any = model.denoiser.train()
+        if checkpointing:
+            network.enable_gradient_checkpointing()
+        batch = meta_batch(model, count)
+        made = meta_conditioning(model, batch, torch.float32)
+        conditioning = map_conditioning(made, lambda tensor: torch.ones_like(tensor, device=device))
+        latents, times = (torch.ones_like(batch[key], device=device) for key in ("latents", "timesteps"))
+        denoise = model.family.denoise
+        return network, lambda: denoise(network, latents, times.float(), conditioning).square().mean()
+
+    _, loss = step("cpu", BATCH)
+    found = allocated(lambda: loss().backward())
+    network, loss = step("meta", PRIME)
+    trace = record(loss, blocks=repeated_blocks(network), parameters=network.parameters(), batch_size=PRIME)
+    trace.freed[trace.is_gradient] = len(trace.operations)
+    makers = [trace.operations[born].cost.name for born in trace.born.clip(max=len(trace.operations) - 1)]
+    is_sum = (trace.freed - trace.born == 1) & np.array([each.endswith("flash_attention_backward") for each in makers])
+    assert trace.live(BATCH, ~is_sum).max() == pytest.approx(found, rel=0.01)
+    assert trace.flops.at(BATCH).sum() > 0 and {each.block for each in trace.operations} > {""}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.segments import EXPANDABLE
+from sd_lightning.planner.texts import TextBill
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _OF_PLAN = frozenset(
     [
-        *("action", "gpu", "gpus", "host_gb", "images", "price", "loader", "compare", "output"),
+        *("action", "gpu", "gpus", "host_gb", "images", "captions", "price", "loader", "compare", "output"),
         *("encoders", "ema", "strategy", "hydra"),
     ]
 )
@@ -104,13 +105,17 @@ def run(cfg: DictConfig) -> int:
         print(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     if not plans.best:
         print(*advice(remedies(search, plans)), sep="\n")
-    hints = hint_lines(search, plans)
+    hints, text = hint_lines(search, plans), None
+    if plans.best and not search.run.train_text_encoder:
+        text = TextBill.of(search, plans.best[0], spec["captions"])
+        hints.insert(0, text.line())
     print(*hints, sep="\n")
     if spec["output"] is not None:
         settings = f"given: {' '.join(sys.argv[1:])}; the others by default"
         data = record(plans, title=title, settings=settings, price=price, bills=bills) | {
             "command": command,
             "hints": hints,
+            "text": text and vars(text) | {"choice": text.choice},
             "images": spec["images"],
             "price_source": None if price is None else price_source,
             "timeline": timeline_record(search.timeline(plans.best[0])) if plans.best else None,
@@ -180,7 +185,13 @@ def check(spec: RunSpec) -> None:
     Raises:
         UsageError: A number is not positive, or the output is neither HTML nor JSON.
     """
-    for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64"), ("loader", "200")):
+    for name, example in (
+        ("images", "1e6"),
+        ("captions", "10000"),
+        ("price", "2.5"),
+        ("host_gb", "64"),
+        ("loader", "200"),
+    ):
         if spec[name] is not None and not spec[name] > 0:
             raise UsageError(f"plan got {name}={spec[name]}; expected a number above 0; write {name}={example}")
     resolution = spec["data.resolution"]

@@ -156,7 +156,7 @@ class LatentDiffusion(PipelineParts):
         Raises:
             UsageError: The VAE and the patches of the denoiser cannot divide one.
         """
-        multiple = self.family.size_multiple(self.components["vae"].config)
+        multiple = self.family.size_multiple(self.vae.config)
         for side in sides:
             if side < multiple or side % multiple:
                 raise UsageError(

@@ -47,6 +47,8 @@ def _changes(run: TrainingRun, cluster: Cluster) -> Iterator[tuple[str, str, Tra
     """Yield changes: kind, command line, and what they change; the cheapest of a kind first."""
     if run.encodes and not run.cache_latents:
         yield "encoders", "encoders=text", replace(run, cache_latents=True), cluster
+    if run.encodes and not run.offload_encoders:
+        yield "encoders", "module.offload_encoders=true", replace(run, offload_encoders=True), cluster
     if run.encodes:
         yield "encoders", "encoders=none", replace(run, encodes=False), cluster
     if run.lora is None:
@@ -58,6 +60,8 @@ def _changes(run: TrainingRun, cluster: Cluster) -> Iterator[tuple[str, str, Tra
             eight_bit = partial(bitsandbytes.optim.AdamW8bit, lr=1e-5)
             yield "optimizer", "optimizer=adamw8bit", replace(run, optimizer=eight_bit), cluster
         yield "lora", "trainable=lora", replace(run, lora=Lora()), cluster
+    if run.precision.endswith("-mixed"):
+        yield "precision", "trainer.precision=bf16-true", replace(run, precision="bf16-true"), cluster
     for count in _COUNTS:
         if count > cluster.count:
             yield "count", f"gpus={count}", run, replace(cluster, count=count)

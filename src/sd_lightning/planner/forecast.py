@@ -17,7 +17,7 @@ from sd_lightning.models.checkpointing import KINDS
 from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
-from sd_lightning.planner.passes import drawing_peak, encoding_peak
+from sd_lightning.planner.passes import caption_numel, captions_encoded, drawing_peak, encoding_peak
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
@@ -31,6 +31,8 @@ DEVICE_ALLOWANCE = int(0.6 * GB)
 HOST_ALLOWANCE = int(2.0 * GB)
 """Assumed, not measured: Python, torch and the CUDA libraries in host memory."""
 _FLOAT_BYTES = 4
+CACHED_CAPTIONS = 2 * 2**30
+"""The most bytes of encoded captions that ``LatentEncoder`` keeps in host memory beside offloaded encoders."""
 _SLICE_BYTES = 3 * 16 * 2**20
 """Buffers that stream a checkpoint to disk."""
 
@@ -264,10 +266,13 @@ class Forecaster:
             model, size = self.model, run.resolution
             encoded = math.prod(model.latent_space.encoded_shape(size, size))
             training["cached latents"] = run.num_images * encoded * _FLOAT_BYTES
+        if run.encodes and run.offload_encoders and not run.train_text_encoder:
+            captions = run.num_images * caption_numel(self.model) * run.encoder_dtype.itemsize
+            training["cached captions"] = min(captions, CACHED_CAPTIONS)
         allowance = Counter(allowance=HOST_ALLOWANCE)
         # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
         whole = _FLOAT_BYTES * sum(self._numel.values())
-        frozen = _FLOAT_BYTES * sum(self._numel[name] for name in self._frozen)
+        frozen = sum(self._read_width(name) * self._numel[name] for name in self._frozen)
         largest = _FLOAT_BYTES * max(weight.numel for weight in self.workload.weights)
         adapters = _FLOAT_BYTES * sum(w.numel for w in self.workload.trained) if run.lora is not None else 0
         loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + offloaded
@@ -287,6 +292,12 @@ class Forecaster:
         """Number of weights by network."""
         return {name: sum(p.numel() for p in network.parameters()) for name, network in self.subject.networks.items()}
 
+    def _read_width(self, name: str) -> int:
+        """Return the bytes per weight of a frozen network while it is read: chat models stay in 16 bits."""
+        family = self._given.family if isinstance(self._given, LatentDiffusion) else None
+        is_chat_model = family is not None and family.is_text_encoder(name) and not family.trains_text_encoders
+        return _FLOAT_BYTES // (2 if is_chat_model else 1)
+
     @cached_property
     def _encoder_bytes(self) -> int:
         dtypes = dict.fromkeys(self._frozen, self.run.encoder_dtype)
@@ -298,7 +309,8 @@ class Forecaster:
     def encoder_memory(self) -> int:
         """Bytes on the GPU of a process that only encodes, as many images at a time as ``LatentEncoder`` takes."""
         count = images_per_call(self.run.resolution, self.run.resolution)
-        return DEVICE_ALLOWANCE + self._encoder_bytes + encoding_peak(self.model, self.run, count)
+        activations = max(encoding_peak(self.model, self.run, count), self._encoding_captions(count))
+        return DEVICE_ALLOWANCE + self._encoder_bytes + activations
 
     def _encoding(self, batch_size: int) -> int:
         """Return the bytes of activations while a batch is encoded."""
@@ -309,7 +321,10 @@ class Forecaster:
         count = 1 if run.offload_encoders else at_a_time
         if count not in self._activations:
             self._activations[count] = encoding_peak(self.model, run, count)
-        return self._activations[count]
+        return max(self._activations[count], 0 if run.train_text_encoder else self._encoding_captions(batch_size))
+
+    def _encoding_captions(self, count: int) -> int:
+        return captions_encoded(self.model, self.run.encoder_dtype).peak(count)
 
     def _drawing(self, count: int, dtype: torch.dtype, vae_dtype: torch.dtype) -> int:
         """Return the bytes of activations while images are drawn."""

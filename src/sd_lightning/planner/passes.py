@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sd_lightning.models.checkpointing import recompute_
-from sd_lightning.models.families.base import Conditioning, map_conditioning
+from sd_lightning.models.families.base import Conditioning, flat_conditioning, map_conditioning
 from sd_lightning.models.families.blocks import (
     blocks_of,
     enable_gradient_checkpointing,
@@ -80,12 +80,15 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
 
     batch, made = _inputs(model, PRIME, run.resolution, run.resolution)
+    in_batch: list[Conditioning] = []  # in float32, as long as the step lasts
 
     def step() -> torch.Tensor:
         latents, noise = torch.empty_like(batch["latents"]), torch.empty_like(batch["latents"])
         noisy, target = latents + noise, latents - noise
         del latents, noise
         conditioning = model.condition(encoders, batch) if encoders else map_conditioning(made, torch.empty_like)
+        if not encoders:
+            in_batch.append(conditioning)
         conditioning = map_conditioning(conditioning, lambda tensor: tensor.to(dtype))
         prediction = model.family.denoise(denoiser, noisy.to(dtype), batch["timesteps"], conditioning)
         return (prediction.float() - target).square().mean((1, 2, 3)).mean()
@@ -140,17 +143,36 @@ def encoding_traces(model: LatentDiffusion, run: TrainingRun, count: int) -> lis
         count: Samples.
     """
     traces = [] if run.cache_latents else [_images_encoded(model, run, count)]
-    if not run.train_text_encoder:
+    return traces + [captions_encoded(model, run.encoder_dtype, count)] * (not run.train_text_encoder)
+
+
+@functools.lru_cache(maxsize=4)
+def captions_encoded(model: LatentDiffusion, dtype: torch.dtype, count: int | None = None) -> Trace:
+    """Trace what the text encoders do for captions, filled up to their full length.
+
+    Args:
+        model: The model; it is not changed.
+        dtype: Of the text encoders.
+        count: Captions; if not given, their number is left open.
+    """
+    networks = meta_networks(model, tuple(model.text_encoders))
+    encoders = {name: cast(network, dtype) for name, network in networks.items()}
+    batch = meta_batch(model, count or PRIME)
+
+    def encode() -> None:
+        model.condition(encoders, batch)
+
+    with torch.no_grad():
+        return record(encode, batch_size=None if count else PRIME)
+
+
+@functools.lru_cache(maxsize=4)
+def caption_numel(model: LatentDiffusion) -> int:
+    """Return how many numbers the text encoders make of a caption, padding included."""
+    with torch.no_grad():
         networks = meta_networks(model, tuple(model.text_encoders))
-        encoders = {name: cast(network, run.encoder_dtype) for name, network in networks.items()}
-        batch = meta_batch(model, count, height=run.resolution, width=run.resolution)
-
-        def encode() -> None:
-            model.condition(encoders, batch)
-
-        with torch.no_grad():
-            traces.append(record(encode))
-    return traces
+        made = model.family.embed(networks, meta_batch(model, 1)["input_ids"])
+    return sum(tensor.numel() for tensor in flat_conditioning(made).values())
 
 
 def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Trace:

@@ -239,7 +239,7 @@ _LOW_PRECISION = frozenset(
 )
 _FLOAT32 = frozenset(
     (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.mse_loss, torch.exp, Tensor.exp)
-    + (torch.pow, Tensor.pow, torch.sum, Tensor.sum, F.log_softmax, F.cross_entropy)
+    + (F.rms_norm, torch.pow, Tensor.pow, torch.sum, Tensor.sum, F.log_softmax, F.cross_entropy)
 )
 """The functions of CUDA's autocast lists that denoisers, text encoders and losses call (torch, ``autocast_mode.h``)."""
 
@@ -266,6 +266,8 @@ class _Functions(TorchFunctionMode):
                 args, kwargs = [cast(each) for each in args], {name: cast(each) for name, each in kwargs.items()}
         if func is F.scaled_dot_product_attention:
             return _flash_attention(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _lower(self, value: Any) -> Any:
@@ -292,3 +294,10 @@ def _flash_attention(
 ) -> Tensor:
     output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return output
+
+
+def _rms_norm(
+    values: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Record the layer norm: as CUDA's fused kernel it saves its input, while meta would save every step between."""
+    return F.layer_norm(values, normalized_shape, weight, None, eps or 1e-5)

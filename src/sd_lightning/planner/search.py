@@ -16,7 +16,7 @@ from sd_lightning.planner.checkpointing import Simulated, Simulation
 from sd_lightning.planner.devices import Cluster, Device
 from sd_lightning.planner.footprint import Candidate, Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster, Timeline
-from sd_lightning.planner.passes import encoding_traces
+from sd_lightning.planner.passes import captions_encoded, encoding_traces
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
@@ -311,8 +311,19 @@ class Search:
         """Return the seconds for an image and its caption, ``count`` of them at a time; they grow with their number."""
         if self.run.encoder_dtype != torch.float32:  # as `models.tf32.products_of` decides
             speeds = speeds.with_tf32()
-        traces = encoding_traces(self._forecaster(self._choices[0]).model, self.run, count)
+        traces = encoding_traces(self.model_with_encoders, self.run, count)
         return sum(float(speeds.seconds(trace, 0).sum()) for trace in traces) / count
+
+    def seconds_to_encode_captions(self, count: int) -> float:
+        """Return the seconds for a caption, ``count`` of them at a time."""
+        speeds = self._speeds if self.run.encoder_dtype == torch.float32 else self._speeds.with_tf32()
+        trace = captions_encoded(self.model_with_encoders, self.run.encoder_dtype)
+        return float(speeds.seconds(trace, count).sum()) / count
+
+    @property
+    def model_with_encoders(self) -> LatentDiffusion:
+        """The model, of a search for one with frozen encoders."""
+        return self._forecaster(self._choices[0]).model
 
     def _fastest(self, plans: Sequence[TrainingPlan]) -> TrainingPlan:
         """Return the fastest plan; if the batch is free, the smallest batch that is equally fast."""

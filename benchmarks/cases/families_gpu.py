@@ -80,8 +80,7 @@ TABLE = {
         "{klein_4b_full_gemini_offload_4_bf16_mixed_gb}"
     ),
     "the same, images per second of the first two": (
-        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; "
-        "{klein_4b_full_gemini_2_bf16_mixed_images_per_second}"
+        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; {klein_4b_full_gemini_2_bf16_mixed_images_per_second}"
     ),
 }
 DRY: dict[str, Any] = {

@@ -221,8 +221,6 @@ class Family(ABC):
     """Key of the denoiser's configuration that tells the family's architectures apart."""
     trains_text_encoders: bool = True
     """Whether text encoders may be trained; chat models are too large, and made for more than captions."""
-    masks_padding: bool = False
-    """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     has_attention_masks: bool = False
     """Whether :meth:`tokenize` gives, beside ids, where they are no padding."""
     most_tokens: int | None = None

@@ -107,7 +107,8 @@ def main() -> None:
     """The command line."""
     from report import with_tables
 
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables(), who=PAGE.name), encoding="utf-8")
+    found = tables()
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), found, who=PAGE.name), encoding="utf-8")
 
 
 if __name__ == "__main__":

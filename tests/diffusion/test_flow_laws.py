@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.flow_schedule import DynamicShift, FlowSchedule
 from sd_lightning.diffusion.objective import NoisyBatch, Objective, logit_normal, mode, scheme_weights
-from sd_lightning.diffusion.prediction import DynamicShift, FlowSchedule
 from sd_lightning.diffusion.randomness import Purpose, normal
 
 FLUX: dict[str, Any] = {
@@ -157,6 +157,8 @@ def test_what_the_scheduler_says_is_the_shift_unless_a_number_is_chosen() -> Non
     assert schedule("dynamic", static).shift == law
     assert schedule(2, FLUX).shift == 2
     assert schedule(None, {"_class_name": FLUX["_class_name"], "use_dynamic_shifting": True}).shift == law
+    solver = {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True, "flow_shift": 3.0}
+    assert schedule(None, solver) == FlowSchedule(1000, 3.0, whole_timesteps=True)
     for shift in (None, 2.0):  # a model that flow is new to
         assert schedule(shift, {"_class_name": "DDIMScheduler"}, "flow") == FlowSchedule(1000, shift or 1.0, True)
 
@@ -192,6 +194,13 @@ def test_a_scheduler_without_a_law_is_refused_for_dynamic_shifts(config: dict[st
 def test_a_dynamic_shift_needs_the_number_of_image_tokens() -> None:
     with pytest.raises(ValueError, match="dynamic shift; expected the number of image_tokens"):
         prepare(Objective(), FLUX, image_tokens=None)
+
+
+def test_a_linear_law_is_not_extended_below_zero() -> None:
+    law = DynamicShift(0.5, 9.0, 256, 4096, "linear")
+    assert law.at(256) == 0.5
+    with pytest.raises(UsageError, match="dynamic shift of -0.0312 for 16 image tokens .*expected one above 0"):
+        law.at(16)
 
 
 def test_weights_stay_finite_at_noise_level_zero() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sd_lightning._conf import config_dir, instantiate
 from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.flow_schedule import shifted
 from sd_lightning.diffusion.objective import (
     NoisyBatch,
     Objective,
@@ -25,7 +26,6 @@ from sd_lightning.diffusion.prediction import (
     add_noise,
     flow_interpolate,
     rescale_zero_terminal_snr,
-    shifted,
     velocity,
 )
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform

@@ -30,6 +30,7 @@ _OTHER_NAMES = (
     ("trainer.strategy", "strategy"),
     *((name, "max_train_steps=<n>") for name in ("epochs", "max_epochs", "num_train_epochs", "trainer.max_epochs")),
     *((name, "trainer.max_steps=<n>") for name in ("epochs", "max_epochs", "num_train_epochs", "trainer.max_epochs")),
+    ("objective.timestep_sampling", "objective.weighting_scheme"),
     ("steps", "num_inference_steps"),
     ("steps", "max_train_steps"),
     ("steps", "trainer.max_steps"),

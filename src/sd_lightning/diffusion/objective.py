@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.prediction import PREDICTIONS, DynamicShift, FlowSchedule, Prediction, Schedule, is_flow
+from sd_lightning.diffusion.flow_schedule import DynamicShift, FlowSchedule
+from sd_lightning.diffusion.prediction import PREDICTIONS, Prediction, Schedule, is_flow
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]
@@ -180,10 +181,9 @@ class Objective:
         is_positive = isinstance(self.shift, int | float) and 0 < self.shift < math.inf
         if self.shift not in (None, "dynamic") and not is_positive:
             raise self._invalid("shift", "a number > 0, dynamic, or null", "null")
-        # The model's own prediction type, which resolve() looks up, may be flow with its default law.
-        possible = {self.scheme} | (
-            {"logit_normal"} if self.prediction_type is self.weighting_scheme is None else set()
-        )
+        possible = {self.scheme}
+        if self.prediction_type is None and self.weighting_scheme is None:
+            possible.add("logit_normal")  # resolve() may find that the model is one of flow
         for name, scheme in _LAW_FIELDS.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value != default and scheme not in possible:

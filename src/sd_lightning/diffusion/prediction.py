@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.flow_schedule import DynamicShift, FlowSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,94 +155,6 @@ def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
     return (1.0 - sigmas) * latents + sigmas * noise
 
 
-def shifted(sigmas: Tensor, shift: float) -> Tensor:
-    """Shift noise levels (B,) in [0, 1] for larger latents (Esser et al. 2024, SD3, 2403.03206, eq. 23)."""
-    return shift * sigmas / (1.0 + (shift - 1.0) * sigmas)
-
-
-_FLOW_MATCH_EULER = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096}
-"""Defaults of diffusers' FlowMatchEulerDiscreteScheduler, which every flow-matching pipeline of diffusers uses."""
-
-
-@dataclass(frozen=True)
-class DynamicShift:
-    """Shift that grows with the number of image tokens: larger pictures need more noise (SD3, 2403.03206, 5.3.2).
-
-    Its mu is linear in the number of tokens, as in ``calculate_shift`` of diffusers' pipelines. Flux.2's pipelines draw
-    with ``compute_empirical_mu`` instead, which also depends on the number of inference steps; training has none. The
-    sampler's ``shift_terminal`` moves its last step, and is no part of training either.
-    """
-
-    base_shift: float
-    """mu at ``base_image_seq_len`` tokens."""
-    max_shift: float
-    """mu at ``max_image_seq_len`` tokens."""
-    base_image_seq_len: int
-    max_image_seq_len: int
-    time_shift_type: str = "exponential"
-    """Whether the shift is exp(mu) ("exponential"), or mu itself ("linear")."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DynamicShift:
-        """Read the law from a diffusers scheduler config.
-
-        Args:
-            config: A diffusers scheduler config. Where it has ``use_dynamic_shifting``, keys that are missing have the
-                defaults of ``diffusers.FlowMatchEulerDiscreteScheduler``.
-
-        Raises:
-            UsageError: A number is missing, or the numbers give no law.
-        """
-        given = {name: config[name] for name in _FLOW_MATCH_EULER if config.get(name) is not None}
-        numbers = {**_FLOW_MATCH_EULER, **given} if config.get("use_dynamic_shifting") else given
-        scheduler = config.get("_class_name", "without a _class_name")
-        lacking = [name for name in _FLOW_MATCH_EULER if name not in numbers]
-        if lacking:
-            raise UsageError(
-                f"Objective got shift=dynamic for a model whose scheduler ({scheduler}) has no {', '.join(lacking)}; "
-                "expected a scheduler that knows them. Set objective.shift=null, or a number such as 3."
-            )
-        law = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
-        if law.base_image_seq_len >= law.max_image_seq_len or law.time_shift_type not in ("exponential", "linear"):
-            raise UsageError(
-                f"Objective got {law} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
-                "max_image_seq_len, and time_shift_type exponential or linear. Change the model's scheduler config, or "
-                "set objective.shift to a number such as 3."
-            )
-        return law
-
-    def at(self, image_tokens: int) -> float:
-        """Return the shift for latents of that many image tokens."""
-        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
-        mu = self.base_shift + slope * (image_tokens - self.base_image_seq_len)
-        return math.exp(mu) if self.time_shift_type == "exponential" else mu
-
-
-@dataclass(frozen=True)
-class FlowSchedule:
-    """Linear noise levels of flow matching."""
-
-    num_train_timesteps: int
-    """T, the timestep of noise level 1."""
-    shift: float | DynamicShift = 1.0
-    """Shift of the noise levels that are drawn: one number, or one for each number of image tokens."""
-    whole_timesteps: bool = True
-    """Whether timesteps are sigma * T rounded down to integers, as in diffusers' DPMSolverMultistepScheduler;
-    its flow-matching schedulers use sigma * T itself."""
-
-    def to(self, device: torch.device | str) -> FlowSchedule:
-        return self
-
-    def shifted(self, sigmas: Tensor, image_tokens: int | None) -> Tensor:
-        """Shift noise levels (B,) in [0, 1]; ``image_tokens`` is that of each sample, for a dynamic shift."""
-        shift = self.shift
-        if isinstance(shift, DynamicShift):
-            if image_tokens is None:
-                raise ValueError("this FlowSchedule has a dynamic shift; expected the number of image_tokens")
-            shift = shift.at(image_tokens)
-        return sigmas if shift == 1.0 else shifted(sigmas.double(), shift)
-
-
 Schedule = NoiseSchedule | FlowSchedule
 
 
@@ -377,7 +290,7 @@ class Flow(Prediction):
 
     def schedule(self, scheduler_config: Mapping[str, Any]) -> FlowSchedule:
         own = is_flow_matching(scheduler_config)
-        shift: float | DynamicShift = float(scheduler_config.get("shift", 1.0)) if own else 1.0
+        shift: float | DynamicShift = float(scheduler_config.get("shift" if own else "flow_shift", 1.0))
         if own and scheduler_config.get("use_dynamic_shifting"):
             shift = DynamicShift.from_config(scheduler_config)
         return FlowSchedule(int(scheduler_config.get("num_train_timesteps", 1000)), shift, whole_timesteps=not own)

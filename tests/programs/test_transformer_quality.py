@@ -13,6 +13,19 @@ pytestmark = pytest.mark.slow
 
 IN_FULL = pytest.mark.full("quality")
 GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0}
+LORA = {
+    "tiny_klein": (
+        "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,to_qkv_mlp_proj]",
+        "learning_rate=3e-3",
+        "max_train_steps=300",
+    ),
+    "tiny_z_image": (
+        "lora.target_modules=[to_q,to_k,to_v,to_out.0,w1,w2,w3]",
+        "learning_rate=1e-3",
+        "max_train_steps=150",
+    ),
+}
+"""Adapters on all linear layers of attention, and on those of the perceptrons beside it."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +46,7 @@ def test_digits_are_learned_with_the_defaults_and_a_subject_with_adapters(
     summary = json.loads((digits / "summary.json").read_text())
     assert summary["prompted_accuracy"] >= 0.95 and summary["caption_gap"] >= 0.1, summary
 
-    lora = ("experiment=dreambooth_tiny", "trainable=lora", "lora.rank=16", "learning_rate=5e-3")
+    lora = ("experiment=dreambooth_tiny", "trainable=lora", "lora.rank=16", *LORA[model])
     data = (f"instance_data_dir={write_photos(tmp_path / 'photos')}", f"instance_prompt={SUBJECT}")
     start = (f"init_from={digits}", f"output_dir={subject}", "train_text_encoder=false")
     run_python("-m", "sd_lightning.dreambooth", *common, *lora, *data, *start, timeout=1800, check=True)

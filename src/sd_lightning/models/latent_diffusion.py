@@ -145,25 +145,6 @@ class LatentDiffusion(PipelineParts):
         """How encoded images become latents, and their shapes; see :meth:`Family.latent_space`."""
         return self.family.latent_space(self.vae)
 
-    def check_sizes(self, *sides: int, setting: str, who: str = "") -> None:
-        """Check that the model takes images of some sides, in pixels.
-
-        Args:
-            *sides: Heights and widths.
-            setting: Their setting, for the message.
-            who: What the message begins with.
-
-        Raises:
-            UsageError: The VAE and the patches of the denoiser cannot divide one.
-        """
-        multiple = self.family.size_multiple(self.vae.config)
-        for side in sides:
-            if side < multiple or side % multiple:
-                raise UsageError(
-                    f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "
-                    f"multiples of {multiple} pixels; write {setting}={max(round(side / multiple), 1) * multiple}"
-                )
-
     def draws_in_float32(self, network: str) -> bool:
         """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""
         return self.family.draws_in_float32(self.networks[network])

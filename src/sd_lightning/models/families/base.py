@@ -227,6 +227,10 @@ class Family(ABC):
     """Tokens per caption, where the tokenizer would read more."""
     chat_template: str | None = None
     """Of the tokenizers of models built without files."""
+    num_inference_steps: int = 25
+    """Steps of drawing, where none are chosen."""
+    guidance_scale: float = 7.5
+    """Guidance of drawing, where none is chosen."""
     no_guidance: float = 1.0
     """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
     example_scheduler: str = "DDIMScheduler"
@@ -375,6 +379,26 @@ class Family(ABC):
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
 
+    def check_sizes(self, *sides: int, vae_config: Mapping[str, Any], setting: str, who: str = "") -> None:
+        """Check that a model takes images of some sides, in pixels.
+
+        Args:
+            *sides: Heights and widths.
+            vae_config: Of the model's VAE.
+            setting: The setting of the sides, for the message.
+            who: What the message begins with.
+
+        Raises:
+            UsageError: The VAE and the patches of the denoiser cannot divide one.
+        """
+        multiple = self.size_multiple(vae_config)
+        for side in sides:
+            if side < multiple or side % multiple:
+                raise UsageError(
+                    f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "
+                    f"multiples of {multiple} pixels; write {setting}={max(round(side / multiple), 1) * multiple}"
+                )
+
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
 
@@ -426,6 +450,10 @@ class Family(ABC):
         import diffusers
 
         return getattr(diffusers, self.pipeline_class)
+
+    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a pipeline with these options of ``model_index.json`` draws without guidance at any scale."""
+        return False
 
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether the pipeline can sample with this diffusers scheduler."""

@@ -68,6 +68,9 @@ class Flux2Klein(TransformerFamily):
             "checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
         )
 
+    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("is_distilled"))
+
     def latent_space(self, vae: Any) -> LatentSpace:
         """Return the space of 2 x 2 patches, normalised by the running statistics of the VAE's ``bn``."""
         config, size = vae.config, self.packing

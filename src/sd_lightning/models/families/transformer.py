@@ -57,6 +57,8 @@ class TransformerFamily(Family):
     trains_text_encoders = False
     has_attention_masks = True
     example_scheduler = FLOW_EULER
+    num_inference_steps = 50
+    guidance_scale = 4.0
     most_tokens = 512  # chat models read far more than pipelines give them
     # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
     chat_template = (

@@ -26,9 +26,8 @@ _FLOW_MATCH_EULER = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len":
 class DynamicShift:
     """Shift that grows with the number of image tokens: larger pictures need more noise (SD3, 2403.03206, 5.3.2).
 
-    Its mu is linear in the number of tokens, as in ``calculate_shift`` of diffusers' pipelines. Flux.2's pipelines draw
-    with ``compute_empirical_mu`` instead, which also depends on the number of inference steps; training has none. The
-    sampler's ``shift_terminal`` moves its last step, and is no part of training either.
+    Its mu is linear in the number of tokens, as in ``calculate_shift`` of diffusers' pipelines. The sampler's
+    ``shift_terminal`` moves its last step, and is no part of training.
     """
 
     base_shift: float

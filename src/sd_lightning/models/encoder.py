@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import (
+from sd_lightning.models.families.conditioning import (
     Batch,
     Conditioning,
     flat_conditioning,

@@ -117,7 +117,7 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             for name in family.text_encoders:
                 embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=std)
-    if by_name and architecture.has_tiny_vae and torch.device(device).type != "meta":
+    if by_name and architecture.is_tiny and torch.device(device).type != "meta":
         components["vae"] = fill_shipped_(networks["vae"], components["vae"], TINY_VAE)
     components["scheduler"] = architecture.scheduler
     return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
@@ -186,7 +186,7 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
         tokenizer.save_pretrained(folder / name)
     index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
     index |= dict.fromkeys(family.absent, [None, None])
-    index |= {name: family.parts[name].named(tokenizer) for name, tokenizer in parts.tokenizers.items()}
+    index |= {name: family.parts[name].record_of(tokenizer) for name, tokenizer in parts.tokenizers.items()}
     index |= parts.pipeline_options
     for name, component in parts.components.items():
         index[name] = [component.library, component.class_name]

@@ -195,6 +195,11 @@ def find_lora(path: str) -> Path:
         UsageError: There is none.
     """
     root = Path(path)
+    if not far_runs.is_url(path) and not root.exists():
+        raise UsageError(
+            f"lora={path}: no such file or run; expected a LoRA file (.safetensors), a folder with {LORA_NAME} or "
+            f"{LORA_FILE_NAME}, or a run of trainable=lora"
+        )
     candidates = [root, root / LORA_NAME, root / LORA_FILE_NAME]
     if found := next((file for file in candidates if file.is_file()), None):
         return found

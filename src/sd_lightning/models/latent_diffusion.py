@@ -42,8 +42,8 @@ class LatentDiffusion(PipelineParts):
     ) -> LatentDiffusion:
         """Build a model from its configuration, with random weights.
 
-        The ``tiny`` model gets the trained VAE that ships with the package. Nothing is downloaded, so there is no
-        CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
+        The tiny models, given by name, get the trained VAE that ships with the package. Nothing is downloaded, so there
+        is no CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
 
         Args:
             architecture: "tiny", "sd15", "sdxl", "klein_4b", … or an :class:`Architecture`.
@@ -77,7 +77,7 @@ class LatentDiffusion(PipelineParts):
             vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
             deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
                 process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all";
-                names that the pipeline does not have are ignored.
+                names that the pipeline does not have are ignored, and all are if there are adapters to merge.
             lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights.
 
         Raises:

@@ -185,7 +185,7 @@ class Family(ABC):
 
         Args:
             text_encoders: By name.
-            batch: ``input_ids``, by text encoder (B, L), and :data:`SIZES`.
+            batch: ``input_ids``, from :meth:`tokenize`, and :data:`SIZES`.
         """
         return self.conditioning(self.embed(text_encoders, batch["input_ids"]), batch)
 

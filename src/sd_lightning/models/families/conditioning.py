@@ -22,11 +22,11 @@ class Batch(TypedDict, total=False):
     pixel_values: Tensor
     """(B, 3, H, W) in [-1, 1]."""
     latent_moments: Tensor
-    """(B, 2C, h, w), from which latents are sampled."""
+    """(B, *encoded_shape) of the :class:`LatentSpace`, from which latents are sampled."""
     latents: Tensor
     """(B, C, h, w), scaled to about unit variance."""
     input_ids: dict[str, Tensor]
-    """Token ids (B, L) by text encoder."""
+    """Token ids (B, L) by text encoder, and masks; see :meth:`Family.tokenize`."""
     text_embeddings: Conditioning
     """Encoded captions, without what depends on the image."""
     conditioning: Conditioning
@@ -34,7 +34,7 @@ class Batch(TypedDict, total=False):
     crop_top_left: Tensor
     target_size: Tensor
     wrong_input_ids: dict[str, Tensor]
-    """Token ids of other samples' captions, in validation."""
+    """``input_ids`` of other samples' captions, in validation."""
     wrong_text_embeddings: Conditioning
     wrong_conditioning: Conditioning
     loss_weight: Tensor

@@ -22,6 +22,7 @@ from sd_lightning.models.families.transformer import (
     TransformerFamily,
     flow_euler,
     qwen3,
+    qwen3_4b,
     tiny_qwen3,
 )
 from sd_lightning.models.families.vae import TINY_VAE_CONFIG
@@ -157,7 +158,7 @@ class Flux2Klein(TransformerFamily):
             networks={
                 "transformer": transformer(24, 5, 20, 2560),
                 "vae": vae,
-                "text_encoder": qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True),
+                "text_encoder": qwen3_4b(),
             },
             scheduler=scheduler,
             max_length=512,

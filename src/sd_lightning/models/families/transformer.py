@@ -42,6 +42,11 @@ def qwen3(width: int, layers: int, *, class_name: str = "Qwen3ForCausalLM", **co
     return Component("transformers", class_name, own | config)
 
 
+def qwen3_4b(**options: Any) -> Component:
+    """Return the 4B text encoder; see :func:`qwen3`."""
+    return qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True, **options)
+
+
 def tiny_qwen3(layers: int, *, class_name: str = "Qwen3ForCausalLM") -> Component:
     """Return the text encoder of the tiny models: 32 channels, and the shipped tokenizer's vocabulary."""
     config = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

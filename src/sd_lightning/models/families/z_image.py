@@ -22,7 +22,7 @@ from sd_lightning.models.families.transformer import (
     QWEN3,
     TransformerFamily,
     flow_euler,
-    qwen3,
+    qwen3_4b,
     tiny_qwen3,
 )
 from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
@@ -33,8 +33,7 @@ MULTIPLE = 32
 _JOINED = {
     **{f"attention.to_{part}": "attention.qkv" for part in "qkv"},
     "attention.to_out.0": "attention.out",
-    "adaLN_modulation.0": "adaLN_modulation.0",
-    **{f"feed_forward.w{number}": f"feed_forward.w{number}" for number in (1, 2, 3)},
+    **{name: name for name in ("adaLN_modulation.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")},
 }
 _LORA_NAMES = LoraNames(
     comfyui=block_names("layers", "layers", _JOINED)
@@ -136,9 +135,7 @@ class ZImage(TransformerFamily):
                     use_quant_conv=False,
                     use_post_quant_conv=False,
                 ),
-                "text_encoder": qwen3(
-                    2560, 36, class_name="Qwen3Model", intermediate_size=9728, tie_word_embeddings=True
-                ),
+                "text_encoder": qwen3_4b(class_name="Qwen3Model"),
             },
             scheduler=flow_euler(shift=6.0),
             max_length=512,

@@ -184,6 +184,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run=RUN", "prompts=binary.txt"], "generate got prompts=binary.txt, which cannot be read as UTF-8 text"),
     (["run=RUN", "prompts=a three"], "generate got prompts='a three', which is not a file; write 'prompts=[a three]'"),
     (["run=nowhere", "prompts=[a]"], "run=nowhere: no such folder; expected a run, a checkpoint or a pipeline folder"),
+    (
+        ["run=RUN", "prompts=[a]", "lora=none.safetensors"],
+        "lora=none.safetensors: no such file or run; expected a LoRA",
+    ),
     (["run=.", "prompts=[a]"], "run=.: neither a finished pipeline nor a valid checkpoint with one in it"),
     (["model.pretrained=./nowhere", "prompts=[a]"], "model.pretrained=./nowhere: no such folder; expected a folder in"),
     (["model.pretrained=.", "prompts=[a]"], "model.pretrained=.: the folder has no model_index.json; expected a"),

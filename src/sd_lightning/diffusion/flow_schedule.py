@@ -59,17 +59,17 @@ class DynamicShift:
                 f"Objective got shift=dynamic for a model whose scheduler ({scheduler}) has no {', '.join(lacking)}; "
                 "expected a scheduler that knows them. Set objective.shift=null, or a number such as 3."
             )
-        found = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
-        if found.base_image_seq_len >= found.max_image_seq_len or found.time_shift_type not in (
+        made = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
+        if made.base_image_seq_len >= made.max_image_seq_len or made.time_shift_type not in (
             "exponential",
             "linear",
         ):
             raise UsageError(
-                f"Objective got {found} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
+                f"Objective got {made} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
                 "max_image_seq_len, and time_shift_type exponential or linear. Change the model's scheduler config, or "
                 "set objective.shift to a number such as 3."
             )
-        return found
+        return made
 
     def at(self, image_tokens: int) -> float:
         """Return the shift for latents of that many image tokens.

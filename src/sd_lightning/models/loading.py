@@ -138,10 +138,10 @@ def load_parts(
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     files += [] if lora is None else [lora]
     if files:  # before weights are read
-        described = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
+        on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
         for file in files:
             check_settings(file)
-            _check_fits(described, file, f"lora={lora}" if file == lora else str(file))
+            _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:

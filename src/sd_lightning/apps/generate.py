@@ -161,7 +161,7 @@ def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
     if schedule.is_file():
         options.check_steps(read_scheduler(schedule).config)
     vae = Path(request.model.vae or folder / "vae", "config.json")
-    if vae.is_file() and "block_out_channels" in (config := read_json(vae)):
+    if vae.is_file() and isinstance((config := read_json(vae)).get("block_out_channels"), list):
         options.check_sizes(family, config)
     return options
 

@@ -104,11 +104,12 @@ class SamplingOptions:
         Raises:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
-        self.check_sizes(latent_diffusion.family, latent_diffusion.vae.config)
+        options = self.resolve(latent_diffusion.family, latent_diffusion.pipeline_options)
+        options.check_sizes(latent_diffusion.family, latent_diffusion.vae.config)
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
-        self.check_steps(scheduler.config)
+        options.check_steps(scheduler.config)
         of_size = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}  # the pipeline knows the number
-        steps = self.num_inference_steps or latent_diffusion.family.num_inference_steps
+        steps = options.num_inference_steps
         try:
             with said_once():
                 scheduler.set_timesteps(steps, **of_size)

@@ -127,10 +127,14 @@ class Family(ABC):
             UsageError: They are chat models.
         """
         if (train_text_encoder or learns_token) and not self.trains_text_encoders:
-            given = "module.train_text_encoder=true" if train_text_encoder else "a learned_token"
+            given, setting = (
+                ("train_text_encoder=true", "train_text_encoder (of train: module.train_text_encoder)")
+                if train_text_encoder
+                else ("a learned_token", "learned_token (of dreambooth: learn_token)")
+            )
             raise UsageError(
                 f"SDLightningModule got {given} and a {self.pipeline_class}, whose text encoder is a chat model that "
-                f"stays frozen; leave {given.removeprefix('a ').partition('=')[0]} out"
+                f"stays frozen; leave out {setting}"
             )
 
     # Captions

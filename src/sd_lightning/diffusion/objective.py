@@ -180,8 +180,8 @@ class Objective:
             raise self._invalid("logit_mean", "a finite number", "0")
         if not -1 <= self.mode_scale <= _LARGEST_MODE_SCALE:
             raise self._invalid("mode_scale", f"a number in [-1, {_LARGEST_MODE_SCALE:.4f}]", "1.29")
-        is_number = isinstance(self.shift, int | float) and not isinstance(self.shift, bool)
-        is_positive = is_number and 0 < self.shift < math.inf
+        shift = None if isinstance(self.shift, bool) else self.shift
+        is_positive = isinstance(shift, int | float) and 0 < shift < math.inf
         if self.shift not in (None, "dynamic") and not is_positive:
             raise self._invalid("shift", "a number > 0, dynamic, or null", "null")
         possible = {self.scheme}

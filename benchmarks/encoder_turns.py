@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sd_lightning._console import quiet_libraries
 from sd_lightning.models.encoder import LatentEncoder
-from sd_lightning.models.families.base import Conditioning, map_conditioning
+from sd_lightning.models.families.conditioning import Conditioning, map_conditioning
 
 BATCH = 32
 AHEAD = 2  # batches in flight for each encoder

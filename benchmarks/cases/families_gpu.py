@@ -225,7 +225,7 @@ def _denoiser(model: Any, setting: Setting, device: str) -> nn.Module:
 
 def _batch(model: Any, setting: Setting) -> dict[str, Any]:
     """Return a batch of random latents and text embeddings."""
-    from sd_lightning.models.families.base import map_conditioning
+    from sd_lightning.models.families.conditioning import map_conditioning
     from sd_lightning.models.meta import meta_networks
 
     family, count = model.family, setting.batch_size

@@ -30,7 +30,7 @@ from sd_lightning.data.store.texts import (
 )
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import ImageOptions
-from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
+from sd_lightning.models.families.conditioning import flat_conditioning, nested_conditioning
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.object_store import open_location
 from small_store import reader, recipe, source_of, tokenize, update, write_picture, write_pictures

@@ -362,6 +362,7 @@ def test_indices_of_another_batch_size_are_refused() -> None:
         ({"weighting_scheme": "mode", "mode_scale": 1.8}, r"mode_scale=1.8; expected a number in \[-1, 1.7519\]"),
         ({"weighting_scheme": "mode", "mode_scale": math.nan}, "mode_scale=nan; expected a number in"),
         ({"shift": 0}, "shift=0; expected a number > 0, dynamic, or null. Set objective.shift=null"),
+        ({"shift": True}, "shift=True; expected a number > 0, dynamic, or null"),
         ({"shift": -3.0}, "shift=-3.0; expected a number > 0, dynamic, or null"),
         ({"shift": math.nan}, "shift=nan; expected a number > 0, dynamic, or null"),
         ({"shift": "static"}, "shift='static'; expected a number > 0, dynamic, or null"),

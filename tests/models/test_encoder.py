@@ -22,7 +22,7 @@ from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.components import load_network
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.families import Component
-from sd_lightning.models.families.base import map_conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.tf32 import products_of
 from shaped_data import picture
 from small_models import SMALL_SDXL

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.encoder import LatentEncoder
-from sd_lightning.models.families.base import map_conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.tf32 import products_of
 
 pytestmark = [pytest.mark.gpu]

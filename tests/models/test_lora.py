@@ -110,7 +110,8 @@ def test_adapters_of_a_layer_without_a_gradient_are_frozen_with_it() -> None:
     assert any(p.requires_grad for n, p in module.text_encoder.named_parameters() if ".layers.1." in n)  # type: ignore
 
 
-def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd_lightning.models.loading.load_network", lambda *_, **__: pytest.fail("read weights"))
     LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path)
     write(adapted("tiny", Lora()), tmp_path / WEIGHTS_NAME)
     with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):

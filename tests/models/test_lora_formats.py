@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lora_keys import clip_layers, denoiser_layers, read_changes
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families import Component
-from sd_lightning.models.families.lora_names import FLUX2, Z_IMAGE, FrontEnd, LoraNames
+from sd_lightning.models.families.flux2 import Flux2Klein
+from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
+from sd_lightning.models.families.z_image import ZImage
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
 from sd_lightning.models.lora_formats import front_end_tensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
@@ -41,10 +43,15 @@ def z_image() -> nn.Module:
 
 
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
-    "flux2": (flux2, FLUX2, FLUX2_TARGETS, Flux2KleinPipeline),
-    "flux2 more": (flux2, FLUX2, ["to_q", "add_v_proj", "to_add_out", "linear_in", "linear_out"], Flux2KleinPipeline),
-    "z_image": (z_image, Z_IMAGE, ["to_k", "to_q", "to_v", "to_out.0"], ZImagePipeline),
-    "z_image more": (z_image, Z_IMAGE, ["to_v", "w1", "w2", "w3"], ZImagePipeline),
+    "flux2": (flux2, Flux2Klein.lora_names, FLUX2_TARGETS, Flux2KleinPipeline),
+    "flux2 more": (
+        flux2,
+        Flux2Klein.lora_names,
+        ["to_q", "add_v_proj", "to_add_out", "linear_in", "linear_out"],
+        Flux2KleinPipeline,
+    ),
+    "z_image": (z_image, ZImage.lora_names, ["to_k", "to_q", "to_v", "to_out.0"], ZImagePipeline),
+    "z_image more": (z_image, ZImage.lora_names, ["to_v", "w1", "w2", "w3"], ZImagePipeline),
 }
 
 

@@ -16,6 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models import families
+from sd_lightning.models.families import sampling
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.generation import generate
 from sd_lightning.models.learned_token import LearnedToken
@@ -57,7 +58,9 @@ def pixels(images: list[Any]) -> np.ndarray:
     return np.stack([np.asarray(image, dtype=int) for image in images])
 
 
-def ours(model: LatentDiffusion, scale: float, negative_prompt: str = "", prompts: list[str] = PROMPTS) -> np.ndarray:
+def ours(
+    model: LatentDiffusion, scale: float | None, negative_prompt: str = "", prompts: list[str] = PROMPTS
+) -> np.ndarray:
     options = SamplingOptions(num_inference_steps=3, guidance_scale=scale)
     return pixels(generate(model, prompts, seeds=[5, 6], options=options, negative_prompt=negative_prompt))
 
@@ -93,7 +96,8 @@ def test_pictures_are_the_pipelines(model: LatentDiffusion) -> None:
 def test_guidance_is_on_where_the_pipeline_has_it_on(model: LatentDiffusion) -> None:
     off = model.family.no_guidance
     assert off == {"Flux2KleinPipeline": 1.0, "ZImagePipeline": 0.0}[model.pipeline_class]
-    assert (ours(model, off) == ours(model, off, "a handwritten one")).all()
+    with pytest.raises(UsageError, match="draws without guidance"):
+        ours(model, off, "a handwritten one")
     assert (ours(model, off + 2) != ours(model, off + 2, "a handwritten one")).any()
 
 
@@ -238,7 +242,10 @@ def test_sharded_weights_are_read_by_either_loader(name: str, tmp_path: Path) ->
     assert all(torch.equal(ids, model.tokenize(PROMPTS)[key]) for key, ids in loaded.tokenize(PROMPTS).items())
 
 
-def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(tmp_path: Path) -> None:
+def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampling, "_said", set())
     LatentDiffusion.build("tiny_klein").save_pretrained(tmp_path / "a")
     index = tmp_path / "a" / "model_index.json"
     check_pretrained("tiny_klein", str(tmp_path / "a"))
@@ -247,8 +254,35 @@ def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(tmp_path: Pat
     model.save_pretrained(tmp_path / "b")
     assert json.loads((tmp_path / "b" / "model_index.json").read_text())["is_distilled"] is True
     assert model.pipeline().config.is_distilled is True
+    _draws_without_guidance(model, caplog)
     with pytest.raises(UsageError, match="is_distilled is true.*train the base checkpoint"):
         check_pretrained("tiny_klein", str(tmp_path / "a"))
+
+
+def _draws_without_guidance(model: LatentDiffusion, caplog: pytest.LogCaptureFixture) -> None:
+    """Guidance that is asked for is ignored with one warning, a negative prompt is refused."""
+    own = ours(model, None)
+    assert not caplog.messages
+    assert all((ours(model, 4.0) == own).all() for _ in range(2))
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "sampling got guidance_scale=4 and a distilled Flux2KleinPipeline, which draws without guidance"
+    ]
+    with pytest.raises(UsageError, match="negative_prompt='a handwritten one' .* leave negative_prompt out"):
+        ours(model, None, "a handwritten one")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("tiny", (25, 7.5)), ("tiny_klein", (50, 4.0)), ("tiny_z_image", (50, 4.0))]
+)
+def test_steps_and_guidance_are_the_familys_where_none_are_given(name: str, expected: tuple[int, float]) -> None:
+    model = LatentDiffusion.build(name, device="meta")
+
+    def resolved(**options: Any) -> tuple[int | None, float | None]:
+        found = SamplingOptions(**options).resolve(model.family, model.pipeline_options)
+        return found.num_inference_steps, found.guidance_scale
+
+    assert resolved() == expected
+    assert resolved(num_inference_steps=3, guidance_scale=0.0) == (3, 0.0)
 
 
 def test_a_pipeline_of_another_size_is_told(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.checkpointing import SavedActivations, recompute_
-from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.meta import meta_batch, meta_conditioning
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.recording import PRIME, record

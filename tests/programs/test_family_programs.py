@@ -116,7 +116,7 @@ def test_dreambooth_draws_its_class_and_trains(family: str, trainable: str) -> N
         (f"dreambooth {DREAMBOOTH} train_text_encoder=true", ("train_text_encoder=true", "chat", "leave")),
         (f"dreambooth {DREAMBOOTH.replace('sks', 'S*')} learn_token=true", ("learn", "chat", "leave")),
         (f"train {DIGITS} data.resolution=36", ("resolution=36", "multiple", "8")),
-        ("generate run=run prompts=[three] height=36", ("height=36", "multiple of 8")),
+        ("generate run=run prompts=[three] height=36", ("height=36", "multiples of 8")),
         ("generate run=run prompts=[three] scheduler=ddim", ("scheduler=ddim", "FlowMatchEulerDiscreteScheduler")),
     ],
 )

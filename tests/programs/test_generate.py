@@ -184,6 +184,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run=RUN", "prompts=binary.txt"], "generate got prompts=binary.txt, which cannot be read as UTF-8 text"),
     (["run=RUN", "prompts=a three"], "generate got prompts='a three', which is not a file; write 'prompts=[a three]'"),
     (["run=nowhere", "prompts=[a]"], "run=nowhere: no such folder; expected a run, a checkpoint or a pipeline folder"),
+    (
+        ["run=RUN", "prompts=[a]", "lora=none.safetensors"],
+        "lora=none.safetensors: no such file or run; expected a LoRA",
+    ),
     (["run=.", "prompts=[a]"], "run=.: neither a finished pipeline nor a valid checkpoint with one in it"),
     (["model.pretrained=./nowhere", "prompts=[a]"], "model.pretrained=./nowhere: no such folder; expected a folder in"),
     (["model.pretrained=.", "prompts=[a]"], "model.pretrained=.: the folder has no model_index.json; expected a"),
@@ -193,7 +197,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run=RUN", "prompts=[a]", "num_inference_steps=x"], "num_inference_steps=x: expected int"),
     (["run=RUN", "prompts=[a]", "batch_size=0"], "batch_size=0; expected at least 1"),
     (["run=RUN", "prompts=[a]", "guidance_scale=-1"], "guidance_scale=-1; expected at least 0"),
-    (["run=RUN", "prompts=[a]", "height=30"], "height=30; expected a multiple of 8"),
+    (
+        ["run=RUN", "prompts=[a]", "height=30"],
+        "height=30: a StableDiffusionPipeline of this VAE takes images with sides that are multiples of 8",
+    ),
     (["run=RUN", "prompts=[a]", "num_images_per_prompt=0"], "num_images_per_prompt=0; expected at least 1"),
     (["run=RUN", "prompts=[a]", "columns=0"], "columns=0; expected at least 1"),
     *(
@@ -232,3 +239,14 @@ def test_mistake_ends_in_one_line_before_anything_is_drawn(
 )
 def test_file_names_are_safe(prompt: str, seed: int, expected: str) -> None:
     assert file_name(prompt, seed) == expected
+
+
+@pytest.mark.parametrize(
+    "setting", ["height=30", "num_inference_steps=1001", "guidance_scale=1 negative_prompt=blurry"]
+)
+def test_what_the_model_cannot_draw_is_refused_before_its_weights_are_read(
+    setting: str, cli: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LatentDiffusion, "from_pretrained", lambda *args, **kwargs: pytest.fail("read weights"))
+    code, err = cli(f"run={run_dir}", "prompts=[a]", *setting.split())
+    assert code != 0 and f"sampling got {setting.split()[-1].partition('=')[0]}=" in err

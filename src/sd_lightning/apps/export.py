@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -39,7 +39,7 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-Format = Literal["diffusers", "single_file", "ema", "non_ema", "kohya", "comfyui"]
+Format = Literal["diffusers", "single_file", "ema", "non_ema", FrontEnd]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 SINGLE_FILE_NAME = "model.safetensors"
@@ -60,7 +60,7 @@ class ExportRequest:
     @property
     def front_end(self) -> FrontEnd | None:
         """The program that reads the LoRA file, of the formats that write nothing else."""
-        return self.format if self.format in ("kohya", "comfyui") else None
+        return next((each for each in get_args(FrontEnd) if each == self.format), None)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

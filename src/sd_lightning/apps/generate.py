@@ -20,12 +20,13 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families import family_of
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
-from sd_lightning.models.pipeline_folder import find_folder
+from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.passes import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import far_runs, runs
@@ -114,11 +115,9 @@ def run(cfg: DictConfig) -> int:
     check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
-    schedule = folder / "scheduler" / "scheduler_config.json"
-    if schedule.is_file():  # if it is missing, loading reports it
-        request.check_steps(read_scheduler(schedule).config)  # before weights are read
+    options = _checked(request, folder)
     model = _load(request, device)
-    request.check(model)
+    options.check(model)
     if save_to is not None:
         with complete_or_absent(save_to, setting=f"save_to={request.save_to}") as folder:
             model.save_pretrained(folder)
@@ -127,14 +126,14 @@ def run(cfg: DictConfig) -> int:
         return 0
     output_dir.mkdir(parents=True, exist_ok=True)
     negative_prompt = request.negative_prompt
-    images = generate(model, prompts, seeds=seeds, options=request, negative_prompt=negative_prompt, device=device)
+    images = generate(model, prompts, seeds=seeds, options=options, negative_prompt=negative_prompt, device=device)
     if request.quantization is not None:
         print_memory(model, request, len(prompts), device)
     settings = {
         "model": far_runs.name_of(request.source),
         "negative_prompt": negative_prompt,
-        "num_inference_steps": request.num_inference_steps,
-        "guidance_scale": request.guidance_scale,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
         "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
         **_less_usual(request),
     }
@@ -145,6 +144,26 @@ def run(cfg: DictConfig) -> int:
     count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
     print(f"{count} in {output_dir}/, all in {grid}")
     return 0
+
+
+def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
+    """Return the options as the pipeline in a folder has them, checked by its configuration, before weights are read.
+
+    Files that are missing are reported when the model is loaded.
+
+    Raises:
+        UsageError: The pipeline cannot draw with them.
+    """
+    index = read_json(folder / "model_index.json")
+    family = family_of(str(index.get("_class_name")), who=str(folder))
+    options = request.resolve(family, index, negative_prompt=request.negative_prompt)
+    schedule = folder / "scheduler" / "scheduler_config.json"
+    if schedule.is_file():
+        options.check_steps(read_scheduler(schedule).config)
+    vae = Path(request.model.vae or folder / "vae", "config.json")
+    if vae.is_file() and isinstance((config := read_json(vae)).get("block_out_channels"), list):
+        options.check_sizes(family, config)
+    return options
 
 
 def _less_usual(request: GenerationRequest) -> dict[str, Any]:
@@ -176,6 +195,11 @@ def find_lora(path: str) -> Path:
         UsageError: There is none.
     """
     root = Path(path)
+    if not far_runs.is_url(path) and not root.exists():
+        raise UsageError(
+            f"lora={path}: no such file or run; expected a LoRA file (.safetensors), a folder with {LORA_NAME} or "
+            f"{LORA_FILE_NAME}, or a run of trainable=lora"
+        )
     candidates = [root, root / LORA_NAME, root / LORA_FILE_NAME]
     if found := next((file for file in candidates if file.is_file()), None):
         return found

@@ -19,6 +19,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
 from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
+from sd_lightning.models.families import architecture
 from sd_lightning.models.families.base import SIZE_MULTIPLE
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import on_other_gpus, remedies, smallest, speedup_of_memory
@@ -286,7 +287,7 @@ def train_command(spec: RunSpec, training: TrainingRun, options: Sequence[str]) 
     settings = list(given)
     if spec["encoders"] == "none":
         settings += ["data=latents", "data.store=store"]
-    elif not str(spec.model.get("architecture")).startswith("tiny"):  # they train on digits, without a folder
+    elif not architecture(spec.model.get("architecture"), who="plan").is_tiny:  # they train on digits, without a folder
         settings += ["data=images", "data.train_data_dir=photos"]
     known = chosen | {_key(each) for each in given}
     implied = _implied(spec, training, CommandLine("train", line.folders, tuple(settings)))

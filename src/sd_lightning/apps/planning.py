@@ -215,7 +215,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
     """
     batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
     resolution = spec["data.resolution"] or model.resolution
-    model.check_sizes(resolution, setting="data.resolution")
+    model.family.check_sizes(resolution, vae_config=model.vae.config, setting="data.resolution")
     caches = spec.get("data.cache_latents", "store" in spec["data"])
     return training_run(
         world_size if batch_size in (AUTO, None) else batch_size,

@@ -60,11 +60,11 @@ class ModelSource:
         """Return an argument of the function; None if it is not set."""
         return self.builder.arguments.get(name)
 
-    def check(self, trained_text: str | None = None) -> None:
+    def check(self, trained_text: Mapping[str, bool] | None = None) -> None:
         """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or pictures.
 
         Args:
-            trained_text: The setting by which text encoders are trained.
+            trained_text: What text encoders are trained for; see :meth:`Family.check_trained_text`.
 
         Raises:
             UsageError: The pipeline has another architecture, or it or its text encoders cannot be trained; or there is
@@ -83,9 +83,8 @@ class ModelSource:
         if trained_text is not None:
             from sd_lightning.models.families import architecture, family_of
 
-            family_of(architecture(self.get("architecture")).pipeline_class, who="model").check_trained_text(
-                trained_text
-            )
+            family = family_of(architecture(self.get("architecture")).pipeline_class, who="model")
+            family.check_trained_text(**trained_text)
 
     def describe(self) -> LatentDiffusion:
         """Return the model without weights, on the meta device."""
@@ -235,11 +234,10 @@ class RunSpec:
         return self._part("lora")
 
     @property
-    def trained_text(self) -> str | None:
-        """The setting by which text encoders are trained; None if they stay frozen."""
-        if self.get("module.train_text_encoder"):
-            return "train_text_encoder=true"
-        return "learn_token=true" if self.get("learned_token") else None
+    def trained_text(self) -> dict[str, bool]:
+        """What text encoders are trained for, as :meth:`Family.check_trained_text` takes it."""
+        train_text_encoder = bool(self.get("module.train_text_encoder"))
+        return {"train_text_encoder": train_text_encoder, "learns_token": bool(self.get("learned_token"))}
 
     @property
     def learned_token(self) -> LearnedToken | None:

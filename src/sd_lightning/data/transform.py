@@ -317,7 +317,7 @@ class ImageOptions:
             UsageError: It cannot divide them.
         """
         setting = "bucket_reso_steps" if self.enable_bucket else "resolution"
-        model.check_sizes(getattr(self, setting), setting=f"data.{setting}")
+        model.family.check_sizes(getattr(self, setting), vae_config=model.vae.config, setting=f"data.{setting}")
 
     def check_cacheable(self) -> None:
         """Check that each image can be encoded once, and that all latents have one shape (``data.cache_latents``).

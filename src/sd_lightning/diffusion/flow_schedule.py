@@ -26,9 +26,8 @@ _FLOW_MATCH_EULER = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len":
 class DynamicShift:
     """Shift that grows with the number of image tokens: larger pictures need more noise (SD3, 2403.03206, 5.3.2).
 
-    Its mu is linear in the number of tokens, as in ``calculate_shift`` of diffusers' pipelines. Flux.2's pipelines draw
-    with ``compute_empirical_mu`` instead, which also depends on the number of inference steps; training has none. The
-    sampler's ``shift_terminal`` moves its last step, and is no part of training either.
+    Its mu is linear in the number of tokens, as in ``calculate_shift`` of diffusers' pipelines. The sampler's
+    ``shift_terminal`` moves its last step, and is no part of training.
     """
 
     base_shift: float
@@ -42,14 +41,14 @@ class DynamicShift:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DynamicShift:
-        """Read the law from a diffusers scheduler config.
+        """Read the shift from a diffusers scheduler config.
 
         Args:
             config: A diffusers scheduler config. Where it has ``use_dynamic_shifting``, keys that are missing have the
                 defaults of ``diffusers.FlowMatchEulerDiscreteScheduler``.
 
         Raises:
-            UsageError: A number is missing, or the numbers give no law.
+            UsageError: A number is missing, or the numbers do not fit.
         """
         given = {name: config[name] for name in _FLOW_MATCH_EULER if config.get(name) is not None}
         numbers = {**_FLOW_MATCH_EULER, **given} if config.get("use_dynamic_shifting") else given
@@ -60,20 +59,23 @@ class DynamicShift:
                 f"Objective got shift=dynamic for a model whose scheduler ({scheduler}) has no {', '.join(lacking)}; "
                 "expected a scheduler that knows them. Set objective.shift=null, or a number such as 3."
             )
-        law = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
-        if law.base_image_seq_len >= law.max_image_seq_len or law.time_shift_type not in ("exponential", "linear"):
+        made = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
+        if made.base_image_seq_len >= made.max_image_seq_len or made.time_shift_type not in (
+            "exponential",
+            "linear",
+        ):
             raise UsageError(
-                f"Objective got {law} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
+                f"Objective got {made} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
                 "max_image_seq_len, and time_shift_type exponential or linear. Change the model's scheduler config, or "
                 "set objective.shift to a number such as 3."
             )
-        return law
+        return made
 
     def at(self, image_tokens: int) -> float:
         """Return the shift for latents of that many image tokens.
 
         Raises:
-            UsageError: It is not above 0, where the linear law is extended too far.
+            UsageError: It is not above 0, where the linear shift is extended too far.
         """
         slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
         mu = self.base_shift + slope * (image_tokens - self.base_image_seq_len)

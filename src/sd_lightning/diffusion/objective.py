@@ -23,10 +23,12 @@ from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]
 WeightingScheme = Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"]
-_LAW_FIELDS = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+_SCHEME_FIELDS = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 """Field -> the weighting scheme that uses it."""
 _WEIGHED = ("sigma_sqrt", "cosmap")
+"""Schemes that weigh the loss, of uniform timesteps."""
 _LARGEST_MODE_SCALE = 2 / (math.pi - 2)
+"""Above it, :func:`mode` is no longer monotonic (Esser et al. 2024, SD3, 2403.03206, 3.1)."""
 
 
 def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
@@ -71,7 +73,7 @@ def mode(uniforms: Tensor, scale: float) -> Tensor:
 
     Args:
         uniforms: In [0, 1), (B,).
-        scale: In [-1, 2 / (pi - 2)], where the law is monotonic; above 0 favours the middle, below 0 the ends.
+        scale: In [-1, 2 / (pi - 2)], where the function is monotonic; above 0 favours the middle, below 0 the ends.
 
     Returns:
         float64 (B,) in [0, 1], as :func:`logit_normal`.
@@ -131,19 +133,19 @@ class Objective:
     rescale_betas_zero_snr: bool = False
     """Rescale the noise schedule to zero terminal SNR."""
     weighting_scheme: WeightingScheme | None = None
-    """Law of the timesteps: "logit_normal", "mode", or uniform ("none"); uniform with loss weights by noise level
-    ("sigma_sqrt", "cosmap", for flow). None for "logit_normal" with flow, by which the published models were trained,
-    and "none" otherwise."""
+    """Timestep distribution: "logit_normal", "mode", or uniform ("none"); uniform with loss weights by noise level
+    ("sigma_sqrt", "cosmap", for flow). None for "logit_normal" with flow, as Stable Diffusion 3 was trained
+    (2403.03206, 3.1), and "none" otherwise."""
     logit_mean: float = 0.0
-    """Location of the logit-normal law, as in the SD3 paper: below 0 favours little noise. diffusers' scripts look
-    their numbers up in a table of falling timesteps, so that their mean has the other sign."""
+    """Location of the logit-normal distribution, as in the SD3 paper: below 0 favours little noise. diffusers' scripts
+    look their numbers up in a table of falling timesteps, so that their mean has the other sign."""
     logit_std: float = 1.0
-    """Scale of the logit-normal law."""
+    """Scale of the logit-normal distribution."""
     mode_scale: float = 1.29
-    """Scale of the law "mode"."""
+    """Scale of the distribution "mode"."""
     shift: float | Literal["dynamic"] | None = None
     """Shift of the noise levels of flow: a number (1 is none, which is how diffusers' scripts train models with a
-    dynamic shift), "dynamic" for the law of the model's scheduler by the number of image tokens, or None for what the
+    dynamic shift), "dynamic" for the shift of the model's scheduler by the number of image tokens, or None for what the
     scheduler says."""
 
     def __post_init__(self) -> None:
@@ -157,7 +159,7 @@ class Objective:
                 raise self._invalid(name, "a number >= 0", "0 (off) or 0.1")
         if self.snr_gamma is not None and not 0 < self.snr_gamma < math.inf:
             raise self._invalid("snr_gamma", "a number > 0 or null", "5")
-        self._check_law()
+        self._check_distribution()
         if self.prediction_type == "flow" and self.snr_gamma is not None:
             raise UsageError(
                 f"Objective got snr_gamma={self.snr_gamma} with prediction_type=flow; min-SNR weights exist for "
@@ -170,7 +172,7 @@ class Objective:
                 "Set objective.prediction_type=v_prediction, or objective.rescale_betas_zero_snr=false."
             )
 
-    def _check_law(self) -> None:
+    def _check_distribution(self) -> None:
         """Check what says which timesteps are drawn, and how noise levels are weighed."""
         if not 0 < self.logit_std < math.inf:
             raise self._invalid("logit_std", "a number > 0", "1")
@@ -178,13 +180,14 @@ class Objective:
             raise self._invalid("logit_mean", "a finite number", "0")
         if not -1 <= self.mode_scale <= _LARGEST_MODE_SCALE:
             raise self._invalid("mode_scale", f"a number in [-1, {_LARGEST_MODE_SCALE:.4f}]", "1.29")
-        is_positive = isinstance(self.shift, int | float) and 0 < self.shift < math.inf
+        shift = None if isinstance(self.shift, bool) else self.shift
+        is_positive = isinstance(shift, int | float) and 0 < shift < math.inf
         if self.shift not in (None, "dynamic") and not is_positive:
             raise self._invalid("shift", "a number > 0, dynamic, or null", "null")
         possible = {self.scheme}
         if self.prediction_type is None and self.weighting_scheme is None:
             possible.add("logit_normal")  # resolve() may find that the model is one of flow
-        for name, scheme in _LAW_FIELDS.items():
+        for name, scheme in _SCHEME_FIELDS.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value != default and scheme not in possible:
                 raise UsageError(
@@ -221,15 +224,16 @@ class Objective:
     def held_out(self) -> Objective:
         """Return the objective that held-out losses are measured with: uniform timesteps, not shifted, equal weights.
 
-        They do not depend on the law and the weights of the run, so that runs with different ones are comparable.
+        They do not depend on the timestep distribution and the weights of the run, so that runs with different ones
+        are comparable.
         """
         unshifted = 1.0 if self.prediction_type == "flow" else None
-        law: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in _LAW_FIELDS}
-        return replace(self, weighting_scheme="none", shift=unshifted, snr_gamma=None, **law)
+        defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in _SCHEME_FIELDS}
+        return replace(self, weighting_scheme="none", shift=unshifted, snr_gamma=None, **defaults)
 
     @property
     def scheme(self) -> WeightingScheme:
-        """The law of the timesteps: ``weighting_scheme``, or the default of the prediction type."""
+        """The timestep distribution: ``weighting_scheme``, or the default of the prediction type."""
         return self.weighting_scheme or ("logit_normal" if self.prediction_type == "flow" else "none")
 
     @property

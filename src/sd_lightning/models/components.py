@@ -64,7 +64,7 @@ def load_network(
         folder: Folder of its files, or a repository id of the hub.
         variant: File variant.
         as_saved: Load a network in the precision of its largest saved weight instead: a chat model that is never
-            trained has no use for float32.
+            trained has no use for float32. Ignored for a repository of the hub.
 
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import (
+from sd_lightning.models.families.conditioning import (
     Batch,
     Conditioning,
     flat_conditioning,
@@ -193,7 +193,7 @@ class LatentEncoder:
 
     @torch.no_grad()
     def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
-        """Encode captions, given as token ids (B, L) by text encoder, float32; see :meth:`Family.embed`."""
+        """Encode captions, given as :meth:`Family.tokenize` returns them, float32; see :meth:`Family.embed`."""
         if not self.offload:
             return map_conditioning(self._encode_captions(input_ids), Tensor.float)
         numbers = torch.cat(list(input_ids.values()), dim=1).cpu().numpy()

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.base import SIZE_MULTIPLE
-from sd_lightning.models.families.sampling import said_once, scheduler_class
+from sd_lightning.models.families import Family
+from sd_lightning.models.families.sampling import is_new, said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Settings for generating images, named as in diffusers' pipelines."""
 
-    num_inference_steps: int = 25
-    guidance_scale: float = 7.5
-    """As the model's pipeline counts it: 1 is none, but where guidance is added to the caption's prediction, 0 is."""
+    num_inference_steps: int | None = None
+    """The family's own if not given."""
+    guidance_scale: float | None = None
+    """The family's own if not given. As the model's pipeline counts it: 1 is none, but where guidance is added to the
+    caption's prediction, 0 is."""
     scheduler: str | None = None
     """Scheduler in place of the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
     batch_size: int = 16
@@ -40,21 +45,13 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name in ("num_inference_steps", "batch_size"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
-        for name in ("height", "width"):
-            size = getattr(self, name)
-            if size is not None and (size < SIZE_MULTIPLE or size % SIZE_MULTIPLE):
-                raise UsageError(
-                    f"sampling got {name}={size}; expected a multiple of {SIZE_MULTIPLE} pixels, e.g. "
-                    f"{name}={max(size // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE}"
-                )
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
-        if self.guidance_scale < 0:
+        if self.guidance_scale is not None and self.guidance_scale < 0:
             raise UsageError(
-                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5 "
-                "(1 is none)"
+                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5"
             )
 
     @classmethod
@@ -73,27 +70,61 @@ class SamplingOptions:
             )
         return options or cls(**settings)
 
+    def resolve(self, family: Family, pipeline_options: Mapping[str, Any], *, negative_prompt: str = "") -> Self:
+        """Return the options with the family's own steps and guidance where none are given.
+
+        Args:
+            family: The model's.
+            pipeline_options: Of the model, from ``model_index.json``; a distilled one has no guidance.
+            negative_prompt: Caption that guidance steers away from.
+
+        Raises:
+            UsageError: There is a negative prompt, but no guidance.
+        """
+        steps, scale = self.num_inference_steps, self.guidance_scale
+        scale = family.guidance_scale if scale is None else scale
+        if family.ignores_guidance(pipeline_options):
+            if self.guidance_scale is not None and scale > family.no_guidance and is_new(family, "guidance"):
+                log.warning(
+                    "sampling got guidance_scale=%g and a distilled %s, which draws without guidance; leave "
+                    "guidance_scale out",
+                    *(scale, family.pipeline_class),
+                )
+            scale = family.no_guidance
+        if negative_prompt and scale <= family.no_guidance:
+            raise UsageError(
+                f"sampling got negative_prompt={negative_prompt!r} and a {family.pipeline_class} that draws without "
+                f"guidance (guidance_scale={scale:g}), which has no use for it; leave negative_prompt out"
+            )
+        return replace(self, num_inference_steps=steps or family.num_inference_steps, guidance_scale=scale)
+
     def check(self, latent_diffusion: LatentDiffusion) -> None:
         """Check, before any image is generated, that the model can be sampled with these options.
 
         Raises:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
-        for name in ("height", "width"):
-            sides = () if (side := getattr(self, name)) is None else (side,)
-            latent_diffusion.check_sizes(*sides, setting=name, who="sampling got ")
+        options = self.resolve(latent_diffusion.family, latent_diffusion.pipeline_options)
+        options.check_sizes(latent_diffusion.family, latent_diffusion.vae.config)
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
-        self.check_steps(scheduler.config)
+        options.check_steps(scheduler.config)
         of_size = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}  # the pipeline knows the number
+        steps = options.num_inference_steps
         try:
             with said_once():
-                scheduler.set_timesteps(self.num_inference_steps, **of_size)
+                scheduler.set_timesteps(steps, **of_size)
                 _ = scheduler.timesteps
         except (ValueError, IndexError) as error:
             raise UsageError(
-                f"sampling got num_inference_steps={self.num_inference_steps}, with which {type(scheduler).__name__} "
+                f"sampling got num_inference_steps={steps}, with which {type(scheduler).__name__} "
                 f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
             ) from error
+
+    def check_sizes(self, family: Family, vae_config: Mapping[str, Any]) -> None:
+        """Refuse heights and widths that the VAE and the denoiser cannot divide; see :meth:`Family.check_sizes`."""
+        for name in ("height", "width"):
+            if (side := getattr(self, name)) is not None:
+                family.check_sizes(side, vae_config=vae_config, setting=name, who="sampling got ")
 
     def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
         """Refuse more inference steps than training timesteps: some would be repeated, or lie between two of them.
@@ -102,7 +133,7 @@ class SamplingOptions:
             UsageError: There are more.
         """
         most = scheduler_config.get("num_train_timesteps", 1000)  # as in diffusers
-        if self.num_inference_steps > most:
+        if self.num_inference_steps is not None and self.num_inference_steps > most:
             raise UsageError(
                 f"sampling got num_inference_steps={self.num_inference_steps}, more than the {most} steps that the "
                 f"model was trained with; expected 1 to {most}, e.g. num_inference_steps={min(most, 25)}"
@@ -132,11 +163,14 @@ def generate(
         device: Device to compute on; the denoiser's if not given.
 
     Raises:
-        UsageError: The number of seeds differs, or the model cannot be sampled with these options.
+        UsageError: The number of seeds differs, the model cannot be sampled with these options, or there is a negative
+            prompt but no guidance.
     """
     from torch.distributed.tensor import DTensor
 
-    options = options or SamplingOptions()
+    options = (options or SamplingOptions()).resolve(
+        latent_diffusion.family, latent_diffusion.pipeline_options, negative_prompt=negative_prompt
+    )
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
     options.check(latent_diffusion)

@@ -42,8 +42,8 @@ class LatentDiffusion(PipelineParts):
     ) -> LatentDiffusion:
         """Build a model from its configuration, with random weights.
 
-        The ``tiny`` model gets the trained VAE that ships with the package. Nothing is downloaded, so there is no
-        CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
+        The tiny models, given by name, get the trained VAE that ships with the package. Nothing is downloaded, so there
+        is no CLIP vocabulary: every architecture gets the shipped byte-level tokenizer.
 
         Args:
             architecture: "tiny", "sd15", "sdxl", "klein_4b", … or an :class:`Architecture`.
@@ -77,7 +77,7 @@ class LatentDiffusion(PipelineParts):
             vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
             deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
                 process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all";
-                names that the pipeline does not have are ignored.
+                names that the pipeline does not have are ignored, and all are if there are adapters to merge.
             lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights.
 
         Raises:
@@ -144,25 +144,6 @@ class LatentDiffusion(PipelineParts):
     def latent_space(self) -> LatentSpace:
         """How encoded images become latents, and their shapes; see :meth:`Family.latent_space`."""
         return self.family.latent_space(self.vae)
-
-    def check_sizes(self, *sides: int, setting: str, who: str = "") -> None:
-        """Check that the model takes images of some sides, in pixels.
-
-        Args:
-            *sides: Heights and widths.
-            setting: Their setting, for the message.
-            who: What the message begins with.
-
-        Raises:
-            UsageError: The VAE and the patches of the denoiser cannot divide one.
-        """
-        multiple = self.family.size_multiple(self.vae.config)
-        for side in sides:
-            if side < multiple or side % multiple:
-                raise UsageError(
-                    f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "
-                    f"multiples of {multiple} pixels; write {setting}={max(round(side / multiple), 1) * multiple}"
-                )
 
     def draws_in_float32(self, network: str) -> bool:
         """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""

@@ -117,7 +117,7 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             for name in family.text_encoders:
                 embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=std)
-    if by_name and architecture.has_tiny_vae and torch.device(device).type != "meta":
+    if by_name and architecture.is_tiny and torch.device(device).type != "meta":
         components["vae"] = fill_shipped_(networks["vae"], components["vae"], TINY_VAE)
     components["scheduler"] = architecture.scheduler
     return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
@@ -136,10 +136,12 @@ def load_parts(
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
-    if lora is not None:  # before weights are read
-        check_settings(lora)
-        _check_fits(_from_folder(root, lambda name, part, _: meta_network(part, root / name)), lora, f"lora={lora}")
-        files.append(lora)
+    files += [] if lora is None else [lora]
+    if files:  # before weights are read
+        on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
+        for file in files:
+            check_settings(file)
+            _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
@@ -186,7 +188,7 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
         tokenizer.save_pretrained(folder / name)
     index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
     index |= dict.fromkeys(family.absent, [None, None])
-    index |= {name: family.parts[name].named(tokenizer) for name, tokenizer in parts.tokenizers.items()}
+    index |= {name: family.parts[name].record_of(tokenizer) for name, tokenizer in parts.tokenizers.items()}
     index |= parts.pipeline_options
     for name, component in parts.components.items():
         index[name] = [component.library, component.class_name]
@@ -275,8 +277,6 @@ _OF_SCHEDULER: dict[str, tuple[type, ...]] = {
 
 def _merge_adapters(parts: PipelineParts, file: Path) -> None:
     """Merge the adapters of a LoRA file into the weights."""
-    check_settings(file)
-    _check_fits(parts, file, str(file))
     pipeline = parts.pipeline()
     try:
         with no_progress_bar():
@@ -340,7 +340,7 @@ def _read_adapters(parts: PipelineParts, file: Path) -> dict[str, tuple[tuple[in
 def _misfit(who: str, why: str) -> UsageError:
     return UsageError(
         f"{who}: these adapters do not fit the model ({why}); give adapters of a model of this architecture, copy the "
-        "file again if it is damaged, or load the model without it"
+        "file again if it is damaged, leave lora out, or delete the file if it lies in the model's folder"
     )
 
 

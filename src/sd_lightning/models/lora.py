@@ -85,9 +85,9 @@ class Lora:
         """
         from peft import inject_adapter_in_model
 
-        for name, network in networks.items():
-            self._check_targets(name, network)
         layers = {name: _layer_names(network) for name, network in networks.items()}
+        for name, network in networks.items():
+            self._check_targets(name, network, layers[name])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
@@ -124,9 +124,9 @@ class Lora:
         metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(self._scale)}
         return write_tensors(file, tensors, metadata=metadata)
 
-    def _check_targets(self, name: str, network: nn.Module) -> None:
+    def _check_targets(self, name: str, network: nn.Module, layers: Iterable[str]) -> None:
         """Raise if there is no target, or one is neither linear nor convolutional."""
-        endings = tuple(f".{target}" for target in self._config(name, _layer_names(network)).target_modules)
+        endings = tuple(f".{target}" for target in self._config(name, layers).target_modules)
         # peft wraps a layer that has adapters already.
         targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
@@ -148,7 +148,7 @@ class Lora:
         targets: Sequence[str] | None = getattr(self, self._setting(network))
         if targets is None:
             raise UsageError(
-                f"lora got target_modules=None for {network} of no known family; write target_modules=['to_q'], "
+                f"lora was applied to {network} without target_modules; write target_modules=['to_q'], "
                 "or use Lora(…).of_family(model.family)"
             )
         return targets

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families.base import SIZES, Conditioning, map_conditioning
+from sd_lightning.models.families.base import SIZES
+from sd_lightning.models.families.conditioning import Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 

@@ -237,7 +237,7 @@ def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
     """
     import torch
 
-    from sd_lightning.models.families.base import map_conditioning
+    from sd_lightning.models.families.conditioning import map_conditioning
 
     def narrow(value: torch.Tensor) -> torch.Tensor:
         small = value.to(encoder.dtype)

@@ -27,7 +27,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.order import Batch, BatchKeys, Key
 from sd_lightning.data.workers import Loaders
-from sd_lightning.models.families.base import map_conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.remote.cluster import connect, package_versions
 from sd_lightning.remote.encoder_pool import WHO, EncoderPool, check_room, usage_error
 from sd_lightning.state.ranks import gathered, on_rank_zero, rank_and_world_size

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
 from sd_lightning.diffusion.prediction import Schedule
-from sd_lightning.models.families.base import Batch, Conditioning, map_conditioning
+from sd_lightning.models.families.conditioning import Batch, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Networks = Mapping[str, nn.Module]
@@ -48,7 +48,7 @@ class DiffusionLoss:
     def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
         """Return the losses (B,) of a batch as "loss", and as "caption_gap" how much wrong captions raise them.
 
-        Timesteps and weights are those of :meth:`Objective.held_out`, so that runs with different laws are comparable.
+        Timesteps and weights are those of :meth:`Objective.held_out`, so that all runs are comparable.
         The gap is measured on the noisier half of the schedule. Batches without ``wrong_input_ids`` have none.
         """
         conditioning = self._conditioning(networks, batch)

@@ -22,8 +22,8 @@ from sd_lightning.diffusion.objective import Objective
 from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.checkpointing import SavedActivations, kept_by
 from sd_lightning.models.encoder import Dtype, LatentEncoder
-from sd_lightning.models.families.base import Batch
 from sd_lightning.models.families.blocks import recomputable
+from sd_lightning.models.families.conditioning import Batch
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
@@ -97,10 +97,8 @@ class SDLightningModule(pl.LightningModule):
         if not 0 <= seed < 2**63:
             raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
         has_text = train_text_encoder or learned_token is not None
-        if has_text:
-            latent_diffusion.family.check_trained_text(
-                "train_text_encoder=true" if train_text_encoder else "learned_token"
-            )
+        learns_token = learned_token is not None
+        latent_diffusion.family.check_trained_text(train_text_encoder=train_text_encoder, learns_token=learns_token)
         if learned_token is not None:
             learned_token.apply_(latent_diffusion)
         self.latent_diffusion = latent_diffusion

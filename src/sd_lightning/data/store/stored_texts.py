@@ -14,7 +14,7 @@ from sd_lightning.data.store.files import ALTERED, CHECKS, HASHES, RowBuffer, Sh
 from sd_lightning.data.store.layout import path_of
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.texts import EMPTY, places_of
-from sd_lightning.models.families.base import Conditioning, nested_conditioning
+from sd_lightning.models.families.conditioning import Conditioning, nested_conditioning
 from sd_lightning.storage.safetensors_file import Column
 
 _MOST_OPEN = 128

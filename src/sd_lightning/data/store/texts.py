@@ -38,7 +38,8 @@ from sd_lightning.data.store.files import (
 )
 from sd_lightning.data.store.index import RowIndex
 from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, SampleEntry, network_hash, path_of
-from sd_lightning.models.families.base import flat_conditioning
+from sd_lightning.models.families.base import MASK
+from sd_lightning.models.families.conditioning import flat_conditioning
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.safetensors_file import Header
 
@@ -51,7 +52,6 @@ CODE_VERSION = 2
 """Version of the code between token ids and embeddings, and of their files; raised when that code changes them."""
 EMPTY = captions_hash([[""]])
 """Name of the file with the place of the empty caption, for caption dropout."""
-_MASK = "_mask"
 _MOST_CAPTIONS, _MOST_GROUPED = 2**13, 64
 """Captions of a text file, and those that are encoded at a time; fewer if their embeddings are large."""
 _GROUP_BYTES = 2**28
@@ -121,9 +121,9 @@ def real_tokens(input_ids: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
     """
     found: dict[int, Tensor] = {}
     for name, ids in input_ids.items():
-        if not name.endswith(_MASK):
+        if not name.endswith(MASK):
             length = ids.shape[1]
-            last = (input_ids.get(f"{name}{_MASK}", torch.ones_like(ids)) != 0) * torch.arange(1, length + 1)
+            last = (input_ids.get(f"{name}{MASK}", torch.ones_like(ids)) != 0) * torch.arange(1, length + 1)
             found[length] = last.amax(1).maximum(found.get(length, torch.zeros_like(ids[:, 0])))
     return {length: each.numpy().astype(np.int64) for length, each in found.items()}
 

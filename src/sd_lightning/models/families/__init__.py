@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Part
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.base import Family
+from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.sdxl import SDXL
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
@@ -72,7 +74,7 @@ def contradiction(name: str, pipeline_class: str, denoiser_config: Mapping[str, 
     width = denoiser_config.get(key)
     right = [n for n in widths if widths[n] == width]
     if name not in widths:
-        return f"a {pipeline_class}", (right or [n for n in widths if not n.startswith("tiny")])[0]
+        return f"a {pipeline_class}", (right or [n for n in widths if not family.architectures[n].is_tiny])[0]
     if len(widths) == 1 or not right or name in right:
         return None
     return f"a {family.denoiser} with {key}={width}, not {widths[name]}", right[0]

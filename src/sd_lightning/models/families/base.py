@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames
 from sd_lightning.models.families.sampling import said_once, scheduler_class
@@ -24,174 +23,15 @@ if TYPE_CHECKING:
 
 Layout = Literal["v1", "v2", "xl"]
 """Names of weights in a single-file checkpoint."""
-Conditioning = dict[str, Any]
-"""Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
 SIZE_MULTIPLE = 8
 """Heights and widths of images, in pixels, are multiples of it: diffusers' pipelines refuse others."""
 TILE = 256
 """Side of the tiles of tiled decoding, pixels. diffusers uses the native size of the VAE, 512 or more, so that an
 image of 512 x 512 would be a single tile."""
+MASK = "_mask"
+"""End of the names of masks beside token ids: "text_encoder_mask"."""
 SIZES = ("original_size", "crop_top_left", "target_size")
 """Batch entries for families that condition on sizes: (height, width) in pixels per image, (B, 2)."""
-
-
-class Batch(TypedDict, total=False):
-    """Samples on their way to the loss; frozen encoders replace pixels and captions. Every tensor begins with (B,)."""
-
-    epoch: Tensor
-    """(B,) int64."""
-    index: Tensor
-    """(B,) int64, global sample index."""
-    pixel_values: Tensor
-    """(B, 3, H, W) in [-1, 1]."""
-    latent_moments: Tensor
-    """(B, 2C, h, w), from which latents are sampled."""
-    latents: Tensor
-    """(B, C, h, w), scaled to about unit variance."""
-    input_ids: dict[str, Tensor]
-    """Token ids (B, L) by text encoder."""
-    text_embeddings: Conditioning
-    """Encoded captions, without what depends on the image."""
-    conditioning: Conditioning
-    original_size: Tensor
-    crop_top_left: Tensor
-    target_size: Tensor
-    wrong_input_ids: dict[str, Tensor]
-    """Token ids of other samples' captions, in validation."""
-    wrong_text_embeddings: Conditioning
-    wrong_conditioning: Conditioning
-    loss_weight: Tensor
-    """(B,), in training."""
-    sample_weight: Tensor
-    """(B,), in validation: 0 for samples that fill up a batch."""
-
-
-def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> Conditioning:
-    """Concatenate the conditioning of several batches."""
-    return {
-        key: join_conditioning([part[key] for part in parts])
-        if isinstance(value, Mapping)
-        else torch.cat([part[key] for part in parts])
-        for key, value in parts[0].items()
-    }
-
-
-def map_conditioning(conditioning: Mapping[str, Any], fn: Callable[[Tensor], Any]) -> Conditioning:
-    """Apply ``fn`` to every tensor of a (nested) conditioning dictionary, or of a batch; keep other values."""
-    return {
-        k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) if isinstance(v, Tensor) else v
-        for k, v in conditioning.items()
-    }
-
-
-def flat_conditioning(conditioning: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a (nested) conditioning dictionary by dotted names: "added_cond_kwargs.text_embeds"."""
-    flat: dict[str, Tensor] = {}
-    for key, value in conditioning.items():
-        inner = {"": value} if isinstance(value, Tensor) else flat_conditioning(value)
-        flat |= {f"{key}.{name}".rstrip("."): tensor for name, tensor in inner.items()}
-    return flat
-
-
-def nested_conditioning(flat: Mapping[str, Tensor]) -> Conditioning:
-    """Return what :func:`flat_conditioning` was given."""
-    nested: Conditioning = {}
-    for name, tensor in flat.items():
-        *parents, key = name.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[key] = tensor
-    return nested
-
-
-@dataclass(frozen=True)
-class Component:
-    """The record of a part of a model, as in a pipeline folder: library, class and configuration."""
-
-    library: str
-    """Module of the class: "diffusers", "transformers"."""
-    class_name: str
-    config: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_of_transformers(self) -> bool:
-        return self.library == "transformers"
-
-    @property
-    def weights_file(self) -> str:
-        """Name of a network's weight file in a pipeline folder."""
-        return "model.safetensors" if self.is_of_transformers else "diffusion_pytorch_model.safetensors"
-
-    def load_class(self) -> Any:
-        """Return the class; importing its library may take seconds."""
-        return getattr(importlib.import_module(self.library), self.class_name)
-
-    def instantiate(self, *, seed: int | None = None) -> nn.Module:
-        """Build a network from its configuration, with random weights.
-
-        Args:
-            seed: Seed of the weights, drawn without a change of the global generator; None draws from that one.
-        """
-        if seed is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                return self.instantiate()
-        cls = self.load_class()
-        network: nn.Module = (
-            cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
-        )
-        return network
-
-    def saved_config(self) -> dict[str, Any]:
-        """Return the JSON content of the configuration file."""
-        if not self.is_of_transformers:
-            return {**self.config, "_class_name": self.class_name, "_diffusers_version": version("diffusers")}
-        model_type = self.load_class().config_class.model_type
-        return {"architectures": [self.class_name], "model_type": model_type, **self.config}
-
-    def file_keys(self, names: Iterable[str]) -> dict[str, str]:
-        """Map the tensor names of a network in memory to the keys in its weight file.
-
-        transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory and reads files with or
-        without it. Files on the hub and all other front ends have it, so we write it.
-        """
-        prefix = "text_model." if self.class_name == "CLIPTextModel" else ""
-        return {name: name if name.startswith("text_model.") else prefix + name for name in names}
-
-
-@dataclass(frozen=True)
-class Part:
-    """The classes allowed for a part of a pipeline; a ``model_index.json`` that names another one is refused."""
-
-    library: str
-    classes: tuple[str, ...]
-    """Allowed class names; tokenizers that ship with the package are of the first."""
-
-    def named(self, tokenizer: Any) -> tuple[str, str]:
-        """Return library and class of a tokenizer, as in ``model_index.json``."""
-        known = (name for name in self.classes if type(tokenizer) is Component(self.library, name).load_class())
-        return self.library, next(known, self.classes[0])
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model configuration that can be built without files."""
-
-    pipeline_class: str
-    """Selects the family."""
-    networks: Mapping[str, Component]
-    scheduler: Component
-    max_length: int | Mapping[str, int] = 77
-    """Tokens per caption; a mapping by text encoder if they differ."""
-    token_embedding_std: float | None = None
-    """Standard deviation of initial token embeddings; None keeps the library's."""
-    has_tiny_vae: bool = False
-    """Whether the VAE gets the trained weights that ship with the package."""
-
-    def length_of(self, text_encoder: str) -> int:
-        """Return the number of tokens per caption of a text encoder."""
-        return self.max_length if isinstance(self.max_length, int) else self.max_length[text_encoder]
 
 
 class Family(ABC):
@@ -223,10 +63,14 @@ class Family(ABC):
     """Whether text encoders may be trained; chat models are too large, and made for more than captions."""
     has_attention_masks: bool = False
     """Whether :meth:`tokenize` gives, beside ids, where they are no padding."""
-    most_tokens: int | None = None
+    max_sequence_length: int | None = None
     """Tokens per caption, where the tokenizer would read more."""
     chat_template: str | None = None
     """Of the tokenizers of models built without files."""
+    num_inference_steps: int = 25
+    """Steps of drawing, where none are chosen."""
+    guidance_scale: float = 7.5
+    """Guidance of drawing, where none is chosen."""
     no_guidance: float = 1.0
     """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
     example_scheduler: str = "DDIMScheduler"
@@ -276,16 +120,21 @@ class Family(ABC):
         """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
         return None
 
-    def check_trained_text(self, setting: str) -> None:
-        """Check that text encoders may be trained, as a setting asks for: "train_text_encoder=true".
+    def check_trained_text(self, *, train_text_encoder: bool, learns_token: bool) -> None:
+        """Check that text encoders may be trained, if they are, or if a token is learned.
 
         Raises:
             UsageError: They are chat models.
         """
-        if not self.trains_text_encoders:
+        if (train_text_encoder or learns_token) and not self.trains_text_encoders:
+            given, setting = (
+                ("train_text_encoder=true", "train_text_encoder (of train: module.train_text_encoder)")
+                if train_text_encoder
+                else ("a learned_token", "learned_token (of dreambooth: learn_token)")
+            )
             raise UsageError(
-                f"module got {setting} and a {self.pipeline_class}, whose text encoder is a chat model that stays "
-                f"frozen; leave {setting.partition('=')[0]} out"
+                f"SDLightningModule got {given} and a {self.pipeline_class}, whose text encoder is a chat model that "
+                f"stays frozen; leave out {setting}"
             )
 
     # Captions
@@ -297,7 +146,7 @@ class Family(ABC):
     def max_length(self, tokenizer: Any) -> int:
         """Return the number of tokens per caption."""
         length = int(tokenizer.model_max_length)
-        return length if self.most_tokens is None else min(length, self.most_tokens)
+        return length if self.max_sequence_length is None else min(length, self.max_sequence_length)
 
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders.
@@ -311,7 +160,7 @@ class Family(ABC):
             made = tokenizer(self.prompts(tokenizer, captions), **length, return_tensors="pt")
             found[name] = made.input_ids
             if self.has_attention_masks:
-                found[f"{name}_mask"] = made.attention_mask
+                found[f"{name}{MASK}"] = made.attention_mask
         return found
 
     @abstractmethod
@@ -340,7 +189,7 @@ class Family(ABC):
 
         Args:
             text_encoders: By name.
-            batch: ``input_ids``, by text encoder (B, L), and :data:`SIZES`.
+            batch: ``input_ids``, from :meth:`tokenize`, and :data:`SIZES`.
         """
         return self.conditioning(self.embed(text_encoders, batch["input_ids"]), batch)
 
@@ -374,6 +223,26 @@ class Family(ABC):
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
+
+    def check_sizes(self, *sides: int, vae_config: Mapping[str, Any], setting: str, who: str = "") -> None:
+        """Check that a model takes images of some sides, in pixels.
+
+        Args:
+            *sides: Heights and widths.
+            vae_config: Of the model's VAE.
+            setting: The setting of the sides, for the message.
+            who: What the message begins with.
+
+        Raises:
+            UsageError: The VAE and the patches of the denoiser cannot divide one.
+        """
+        multiple = self.size_multiple(vae_config)
+        for side in sides:
+            if side < multiple or side % multiple:
+                raise UsageError(
+                    f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "
+                    f"multiples of {multiple} pixels; write {setting}={max(round(side / multiple), 1) * multiple}"
+                )
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
@@ -410,7 +279,7 @@ class Family(ABC):
     ) -> Tensor:
         """Return the denoiser's prediction (B, C, h, w) in the objective's convention.
 
-        Hides the network's own packing, position ids and sign.
+        Hides the network's own packing of pixels, position ids and sign.
 
         Args:
             denoiser: The network.
@@ -426,6 +295,10 @@ class Family(ABC):
         import diffusers
 
         return getattr(diffusers, self.pipeline_class)
+
+    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a pipeline with these options of ``model_index.json`` draws without guidance at any scale."""
+        return False
 
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether the pipeline can sample with this diffusers scheduler."""

@@ -12,21 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families import lora_names
-from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
-from sd_lightning.models.families.stable_diffusion import TINY_VAE
+from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
     TransformerFamily,
     flow_euler,
     qwen3,
+    qwen3_4b,
     tiny_qwen3,
 )
+from sd_lightning.models.families.vae import TINY_VAE_CONFIG
 
 HIDDEN_STATES = (9, 18, 27)
-"""The text encoder's hidden states that are the denoiser's input, side by side."""
+"""The text encoder's hidden states that are the denoiser's input: ``text_encoder_out_layers`` of the pipeline."""
+_DOUBLE_STREAM = {
+    **{f"attn.to_{part}": "img_attn.qkv" for part in "qkv"},
+    **{f"attn.add_{part}_proj": "txt_attn.qkv" for part in "qkv"},
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+}
+_SINGLE_STREAM = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
+_NAMES = block_names("transformer_blocks", "double_blocks", _DOUBLE_STREAM) | block_names(
+    "single_transformer_blocks", "single_blocks", _SINGLE_STREAM
+)
+_LORA_NAMES = LoraNames(kohya=_NAMES, comfyui=_NAMES)
+"""``Flux2Transformer2DModel``: both have Black Forest Labs' names. musubi-tuner reads adapters in blocks only."""
 
 
 def transformer(heads: int, double_layers: int, single_layers: int, text_width: int, **config: Any) -> Component:
@@ -42,7 +60,11 @@ def transformer(heads: int, double_layers: int, single_layers: int, text_width: 
 
 
 class Flux2Klein(TransformerFamily):
-    """Flux.2-klein. All tokens of a caption are the denoiser's input, padding too; its text encoder masks padding."""
+    """Flux.2-klein. All tokens of a caption are the denoiser's input, padding too; its text encoder masks padding.
+
+    Its pipelines draw with the shift of ``compute_empirical_mu``, which also depends on the number of inference steps;
+    training, which has none, draws noise levels with the scheduler's own (:class:`DynamicShift`) or a number.
+    """
 
     pipeline_class = "Flux2KleinPipeline"
     parts = {
@@ -58,7 +80,7 @@ class Flux2Klein(TransformerFamily):
         *("to_k", "to_q", "to_v", "to_out.0"),
         *("to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"),
     )
-    lora_names = lora_names.FLUX2
+    lora_names = _LORA_NAMES
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         if not options.get("is_distilled"):
@@ -68,9 +90,12 @@ class Flux2Klein(TransformerFamily):
             "checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
         )
 
+    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("is_distilled"))
+
     def latent_space(self, vae: Any) -> LatentSpace:
         """Return the space of 2 x 2 patches, normalised by the running statistics of the VAE's ``bn``."""
-        config, size = vae.config, self.packing
+        config, size = vae.config, self.patch_size
         return LatentSpace(
             channels=int(config["latent_channels"]) * size**2,
             factor=vae_factor(config),
@@ -81,8 +106,7 @@ class Flux2Klein(TransformerFamily):
 
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
-        ids, mask = input_ids["text_encoder"], input_ids["text_encoder_mask"]
-        states = self.hidden_states(text_encoders["text_encoder"], ids, mask)
+        states = self.hidden_states(text_encoders, input_ids)
         return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
 
     def prompt_embeds(self, conditioning: Conditioning) -> Tensor:
@@ -121,20 +145,20 @@ class Flux2Klein(TransformerFamily):
                 "transformer": transformer(
                     4, 1, 2, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 4, 4, 4]
                 ),
-                "vae": Component("diffusers", "AutoencoderKLFlux2", TINY_VAE),
+                "vae": Component("diffusers", "AutoencoderKLFlux2", TINY_VAE_CONFIG),
                 "text_encoder": tiny_qwen3(28),
             },
             scheduler=flow_euler(shift=1.0),
             max_length=16,
             token_embedding_std=1.0,
-            has_tiny_vae=True,
+            is_tiny=True,
         ),
         "klein_4b": Architecture(
             pipeline_class,
             networks={
                 "transformer": transformer(24, 5, 20, 2560),
                 "vae": vae,
-                "text_encoder": qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True),
+                "text_encoder": qwen3_4b(),
             },
             scheduler=scheduler,
             max_length=512,

@@ -38,36 +38,6 @@ class LoraNames:
         return theirs.replace("*", block), [ours.replace("*", block) for ours, name in table.items() if name == theirs]
 
 
-def _blocks(ours: str, theirs: str, layers: Mapping[str, str]) -> dict[str, str]:
+def block_names(ours: str, theirs: str, layers: Mapping[str, str]) -> dict[str, str]:
+    """Return a table for the layers of repeated blocks, ``ours.0.key``, and ``theirs.0.name`` there."""
     return {f"{ours}.*.{key}": f"{theirs}.*.{name}" for key, name in layers.items()}
-
-
-_DOUBLE_STREAM = {
-    **{f"attn.to_{part}": "img_attn.qkv" for part in "qkv"},
-    **{f"attn.add_{part}_proj": "txt_attn.qkv" for part in "qkv"},
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
-    "ff.linear_in": "img_mlp.0",
-    "ff.linear_out": "img_mlp.2",
-    "ff_context.linear_in": "txt_mlp.0",
-    "ff_context.linear_out": "txt_mlp.2",
-}
-_SINGLE_STREAM = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
-_FLUX2 = _blocks("transformer_blocks", "double_blocks", _DOUBLE_STREAM) | _blocks(
-    "single_transformer_blocks", "single_blocks", _SINGLE_STREAM
-)
-FLUX2 = LoraNames(kohya=_FLUX2, comfyui=_FLUX2)
-"""``Flux2Transformer2DModel``: both have Black Forest Labs' names. musubi-tuner reads adapters in blocks only."""
-
-_JOINED = {
-    **{f"attention.to_{part}": "attention.qkv" for part in "qkv"},
-    "attention.to_out.0": "attention.out",
-    "adaLN_modulation.0": "adaLN_modulation.0",
-    **{f"feed_forward.w{number}": f"feed_forward.w{number}" for number in (1, 2, 3)},
-}
-Z_IMAGE = LoraNames(
-    comfyui=_blocks("layers", "layers", _JOINED)
-    | _blocks("noise_refiner", "noise_refiner", _JOINED)
-    | _blocks("context_refiner", "context_refiner", _JOINED)
-)
-"""``ZImageTransformer2DModel``: musubi-tuner has diffusers' names, ComfyUI joins queries, keys and values."""

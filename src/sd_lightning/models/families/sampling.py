@@ -55,7 +55,7 @@ def said_once() -> Iterator[None]:
     show = warnings.showwarning
 
     def show_once(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if _is_new(category, str(message)):
+        if is_new(category, str(message)):
             show(message, category, *where, **more)
 
     handlers = (*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers)
@@ -75,11 +75,12 @@ def said_once() -> Iterator[None]:
 def _is_unsaid(record: logging.LogRecord) -> bool:
     """Drop messages of diffusers that have been shown before; all handlers of a record decide alike."""
     if record.name.partition(".")[0] == "diffusers" and not hasattr(record, "is_new"):
-        record.is_new = _is_new(record.name, record.getMessage())
+        record.is_new = is_new(record.name, record.getMessage())
     return getattr(record, "is_new", True)
 
 
-def _is_new(*said: object) -> bool:
+def is_new(*said: object) -> bool:
+    """Return whether this is the first call with these values, as of a warning to be shown once."""
     is_new = said not in _said
     _said.add(said)
     return is_new

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning, Layout
-from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, TOKENIZER, UNET, VAE, UNetFamily, clip, unet, vae
+from sd_lightning.models.families.architecture import Architecture, Component
+from sd_lightning.models.families.base import SIZES, Layout
+from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, TOKENIZER, UNET, UNetFamily, clip, unet
+from sd_lightning.models.families.vae import VAE, vae
 
 
 class SDXL(UNetFamily):

@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.base import Component, Family, Layout
+from sd_lightning.models.families.architecture import Component
+from sd_lightning.models.families.base import Family, Layout
 from sd_lightning.storage.streamed_tensor import StreamedTensor, joined
 
 _UNET_PREFIX, _VAE_PREFIX = "model.diffusion_model.", "first_stage_model."

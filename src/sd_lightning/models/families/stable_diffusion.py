@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.base import Family, Layout
+from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
-VAE = Part("diffusers", ("AutoencoderKL",))
 CLIP = Part("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection"))
 TOKENIZER = Part("transformers", ("CLIPTokenizer", "CLIPTokenizerFast"))
 BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -25,18 +27,6 @@ BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, 
 def unet(**config: Any) -> Component:
     """Return a UNet, with diffusers' defaults for what is not given."""
     return Component("diffusers", "UNet2DConditionModel", config)
-
-
-def vae(**config: Any) -> Component:
-    """Return the VAE of the published models."""
-    own = {
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [128, 256, 512, 512],
-        "layers_per_block": 2,
-        "latent_channels": 4,
-    }
-    return Component("diffusers", "AutoencoderKL", own | config)
 
 
 def clip(width: int, layers: int, activation: str, projection: int, *, class_name: str = "CLIPTextModel") -> Component:
@@ -52,20 +42,6 @@ def clip(width: int, layers: int, activation: str, projection: int, *, class_nam
         "projection_dim": projection,
     }
     return Component("transformers", class_name, config)
-
-
-TINY_VAE = {
-    "down_block_types": ["DownEncoderBlock2D"] * 3,
-    "up_block_types": ["UpDecoderBlock2D"] * 3,
-    "block_out_channels": [8, 16, 16],
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 8,
-    "sample_size": 32,
-}
-"""Configuration of the VAE that ships with the package: digits of 32 x 32 pixels, 8 x 8 latents."""
-TINY_SCALING = 0.857535183429718
-"""Its scaling factor: ``tests/support/make_tiny.py`` measures it."""
 
 
 def ddim(prediction_type: str) -> Component:
@@ -131,7 +107,7 @@ class StableDiffusion(UNetFamily):
                     down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
                     up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
                 ),
-                "vae": vae(**TINY_VAE, scaling_factor=TINY_SCALING),
+                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING),
                 "text_encoder": Component(
                     "transformers",
                     "CLIPTextModel",
@@ -151,7 +127,7 @@ class StableDiffusion(UNetFamily):
             ),
             max_length=8,
             token_embedding_std=1.0,
-            has_tiny_vae=True,
+            is_tiny=True,
         ),
         "sd15": Architecture(
             pipeline_class,

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sd_lightning.models.families.base import Component, Conditioning, Family, Part
+from sd_lightning.models.families.architecture import Component, Part
+from sd_lightning.models.families.base import MASK, Family
+from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ def qwen3(width: int, layers: int, *, class_name: str = "Qwen3ForCausalLM", **co
     return Component("transformers", class_name, own | config)
 
 
+def qwen3_4b(**options: Any) -> Component:
+    """Return the 4B text encoder; see :func:`qwen3`."""
+    return qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True, **options)
+
+
 def tiny_qwen3(layers: int, *, class_name: str = "Qwen3ForCausalLM") -> Component:
     """Return the text encoder of the tiny models: 32 channels, and the shipped tokenizer's vocabulary."""
     config = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -48,7 +55,7 @@ def tiny_qwen3(layers: int, *, class_name: str = "Qwen3ForCausalLM") -> Componen
 
 
 class TransformerFamily(Family):
-    """Base of Flux.2-klein and Z-Image.
+    """Base of a family with one chat model as text encoder.
 
     Captions are encoded for pipelines by what encodes them for training, so that both see the same.
     """
@@ -57,38 +64,41 @@ class TransformerFamily(Family):
     trains_text_encoders = False
     has_attention_masks = True
     example_scheduler = FLOW_EULER
-    most_tokens = 512  # chat models read far more than pipelines give them
+    num_inference_steps = 50
+    guidance_scale = 4.0
+    max_sequence_length = 512  # chat models read far more than pipelines give them
     # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
     chat_template = (
         "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
     )
-    packing = 2
+    patch_size = 2
     """Pixels of the VAE's latents along one side that are one token."""
-    thinks: bool = False
+    enable_thinking: bool = False
     """Whether the pipeline's prompts leave thinking on."""
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return int(components["vae"].config["sample_size"])
 
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
-        return vae_factor(vae_config) * self.packing
+        return vae_factor(vae_config) * self.patch_size
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
         """Return the captions as a user's messages, by the tokenizer's chat template."""
-        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": self.thinks}
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": self.enable_thinking}
         return [tokenizer.apply_chat_template([{"role": "user", "content": each}], **options) for each in captions]
 
-    def hidden_states(self, text_encoder: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return all hidden states (B, L, D) of a chat model, without the logits that its last layer would make.
 
         Args:
-            text_encoder: The network.
-            ids: (B, L).
-            mask: (B, L), 0 where padded; on the meta device, which has no values, nothing is masked.
+            text_encoders: By name.
+            input_ids: From :meth:`tokenize`; on the meta device, which has no values, nothing is masked.
         """
+        ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
         attended = {"full_attention": None} if mask.is_meta else mask  # transformers would look at the mask's values
-        output = text_encoder.base_model(ids, attention_mask=attended, output_hidden_states=True, use_cache=False)
+        options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
+        output = text_encoders["text_encoder"].base_model(ids, **options)
         states: tuple[Tensor, ...] = output.hidden_states
         return states
 

@@ -13,20 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_lightning.models.families import lora_names
-from sd_lightning.models.families.base import Architecture, Component, Conditioning, Part
-from sd_lightning.models.families.stable_diffusion import TINY_SCALING, TINY_VAE, VAE, vae
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.base import MASK
+from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
     TransformerFamily,
     flow_euler,
-    qwen3,
+    qwen3_4b,
     tiny_qwen3,
 )
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
 
 MULTIPLE = 32
-"""The network fills up the tokens of a caption, and those of an image, to a multiple of it with learned tokens."""
+"""The network fills up the tokens of a caption, and those of an image, to a multiple of it with learned tokens:
+``SEQ_MULTI_OF`` of diffusers' module."""
+_JOINED = {
+    **{f"attention.to_{part}": "attention.qkv" for part in "qkv"},
+    "attention.to_out.0": "attention.out",
+    **{name: name for name in ("adaLN_modulation.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")},
+}
+_LORA_NAMES = LoraNames(
+    comfyui=block_names("layers", "layers", _JOINED)
+    | block_names("noise_refiner", "noise_refiner", _JOINED)
+    | block_names("context_refiner", "context_refiner", _JOINED)
+)
+"""``ZImageTransformer2DModel``: musubi-tuner has diffusers' names, ComfyUI joins queries, keys and values."""
 
 
 class ZImage(TransformerFamily):
@@ -40,19 +54,18 @@ class ZImage(TransformerFamily):
         "tokenizer": CHAT_TOKENIZER,
     }
     width_key = "dim"
-    lora_names = lora_names.Z_IMAGE
+    lora_names = _LORA_NAMES
     masks_padding = True
     no_guidance = 0.0  # cond + s * (cond - uncond)
-    thinks = True
+    enable_thinking = True
 
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return the penultimate hidden state, ``cap_feats`` (B, L, D), and ``cap_mask`` (B, L), 0 where padded."""
-        ids, mask = input_ids["text_encoder"], input_ids["text_encoder_mask"]
-        feats = self.hidden_states(text_encoders["text_encoder"], ids, mask)[-2]
-        return {"cap_feats": feats, "cap_mask": mask.to(feats.dtype)}
+        feats = self.hidden_states(text_encoders, input_ids)[-2]
+        return {"cap_feats": feats, "cap_mask": input_ids[f"text_encoder{MASK}"].to(feats.dtype)}
 
     def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.packing**2
+        return height * width // self.patch_size**2
 
     def prompt_embeds(self, conditioning: Conditioning) -> list[Tensor]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
@@ -102,13 +115,13 @@ class ZImage(TransformerFamily):
                         "axes_lens": [256, 64, 64],
                     },
                 ),
-                "vae": vae(**TINY_VAE, scaling_factor=TINY_SCALING, shift_factor=0.0),
+                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
                 "text_encoder": tiny_qwen3(3, class_name="Qwen3Model"),
             },
             scheduler=flow_euler(shift=1.0),
             max_length=16,
             token_embedding_std=1.0,
-            has_tiny_vae=True,
+            is_tiny=True,
         ),
         "z_image": Architecture(
             pipeline_class,
@@ -122,9 +135,7 @@ class ZImage(TransformerFamily):
                     use_quant_conv=False,
                     use_post_quant_conv=False,
                 ),
-                "text_encoder": qwen3(
-                    2560, 36, class_name="Qwen3Model", intermediate_size=9728, tie_word_embeddings=True
-                ),
+                "text_encoder": qwen3_4b(class_name="Qwen3Model"),
             },
             scheduler=flow_euler(shift=6.0),
             max_length=512,

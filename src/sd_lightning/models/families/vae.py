@@ -1,0 +1,33 @@
+"""The VAE ``AutoencoderKL``, and the configuration of the one that ships with the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sd_lightning.models.families.architecture import Component, Part
+
+VAE = Part("diffusers", ("AutoencoderKL",))
+TINY_VAE_CONFIG: dict[str, Any] = {
+    "down_block_types": ["DownEncoderBlock2D"] * 3,
+    "up_block_types": ["UpDecoderBlock2D"] * 3,
+    "block_out_channels": [8, 16, 16],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 8,
+    "sample_size": 32,
+}
+"""Configuration of the VAE that ships with the package: digits of 32 x 32 pixels, 8 x 8 latents."""
+TINY_SCALING = 0.857535183429718
+"""Its scaling factor: ``tests/support/make_tiny.py`` measures it."""
+
+
+def vae(**config: Any) -> Component:
+    """Return the VAE of the published models."""
+    own = {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 4,
+    }
+    return Component("diffusers", "AutoencoderKL", own | config)

@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -218,7 +218,7 @@ def encode(
         flush=True,
     )
     need = max(latents_bytes - sum(store.present(LATENTS).values()), 0)
-    text_encoder, texts = None, None
+    text_encoder, result = None, ""
     if kind is not None:
         masks = model.family.masks_padding
         text_encoder = TextEncoder(encoder, kind, store.folder, store.recipe.dtype, device, masks_padding=masks)
@@ -248,10 +248,12 @@ def encode(
             generation = job.update(sources)
             if text_encoder is not None:
                 texts_job = TextJob(store, text_encoder.kind, tokenizing, Path(scratch), captions_in_file)
-                texts = _encode_texts(texts_job, generation, caption_bytes, runner.embed, progress)
+                result = _encode_texts(texts_job, generation, caption_bytes, runner.embed, progress)
     finally:
         runner.close()
-    print_result(job, generation, bad, progress, time.monotonic() - begin, texts)
+    print_result(job, generation, bad, progress, time.monotonic() - begin)
+    if result:
+        print(result)
     which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
     print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
@@ -263,8 +265,8 @@ def _encode_texts(
     caption_bytes: float,
     embed: Callable[[Iterable[TextTask]], Iterator[EmbeddedTexts]],
     progress: StageProgress,
-) -> list[EmbeddedTexts]:
-    """Encode the captions of a generation that lack embeddings, and return the files that were written.
+) -> str:
+    """Encode the captions of a generation that lack embeddings, and return what was done in a line.
 
     The sample files are read three times, to count captions, to encode them and to place them: how many are new is
     known only at the end, and what they say need not fit into memory.
@@ -274,18 +276,14 @@ def _encode_texts(
     check_space(job.store, int(new * caption_bytes), f"text embeddings of {new} captions")
     texts = list(progress.watch_texts(-(-new // job.per_file), embed(job.tasks(missing))))
     job.place(missing)
-    return texts
+    size = sum(each.size for each in texts) / 1e6
+    return f"texts: {new} different captions encoded, {size:.3g} MB written in {len(texts)} files"
 
 
 def print_result(
-    job: StoreJob,
-    generation: Generation,
-    bad: BadSamples,
-    progress: StageProgress,
-    seconds: float,
-    texts: Sequence[EmbeddedTexts] | None,
+    job: StoreJob, generation: Generation, bad: BadSamples, progress: StageProgress, seconds: float
 ) -> None:
-    """Print what a job has done; ``texts`` is None if it was not to encode captions."""
+    """Print what a job has done."""
     counts = job.counts
     splits = ", ".join(f"{split} {generation.num_samples(split)}" for split in generation.splits)
     kept = f", {counts.found} found that an earlier job had encoded" if counts.found else ""
@@ -296,9 +294,6 @@ def print_result(
         f"{len(bad.found)} bad; "
         f"{counts.encoded} images encoded{kept}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
     )
-    if texts is not None:
-        captions, size = (sum(getattr(each, name) for each in texts) for name in ("captions", "size"))
-        print(f"texts: {captions} different captions encoded, {size / 1e6:.3g} MB written in {len(texts)} files")
 
 
 def _bytes_per_image(shard: ShardEncoder) -> int:

@@ -208,9 +208,8 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 path = store.local(kind, name, scratch)
                 reason = _problem(path, kind, name, size)
                 if reason is None and of_places is not None:
-                    gone = [
-                        text for text, _ in files_of(about(store.header(kind, name, size))) if text not in of_places
-                    ]
+                    needed = files_of(about(store.header(kind, name, size)))
+                    gone = [text for text, _ in needed if text not in of_places]
                     reason = f"its text file {gone[0]} is not there" if gone else None
             except FileNotFoundError:
                 continue

@@ -415,7 +415,7 @@ def test_cached_captions_take_no_more_than_their_bytes_and_the_oldest_go_first(
     right = encoder.embed(tiny.tokenize(captions))
     row = sum(each[0].nbytes for each in tensors(right))
     encoder = LatentEncoder(tiny, offload=True).to(torch.device("cpu"))
-    monkeypatch.setattr(encoder_module, "_CACHE_BYTES", 3 * row)
+    monkeypatch.setattr(encoder_module, "CACHED_CAPTIONS_BYTES", 3 * row)
     encoded: list[int] = []
     embed = tiny.family.embed
     monkeypatch.setattr(

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.planner.forecast import CACHED_CAPTIONS, GB, Forecaster
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES
+from sd_lightning.planner.forecast import GB, Forecaster
 from sd_lightning.planner.passes import caption_numel, captions_encoded
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import plan
@@ -28,8 +29,8 @@ def bill(**changes: Any) -> TextBill:
         ({}, "store"),
         ({"captions": None}, "store"),
         ({"drops_padding": True}, "trim"),
-        ({"captions": CACHED_CAPTIONS // 8_000_000}, "cache"),
-        ({"captions": CACHED_CAPTIONS // 8_000_000 + 1}, "store"),
+        ({"captions": CACHED_CAPTIONS_BYTES // 8_000_000}, "cache"),
+        ({"captions": CACHED_CAPTIONS_BYTES // 8_000_000 + 1}, "store"),
         ({"read_per_second": 1.1 * READABLE}, "online"),
         ({"share": 0.01}, "store"),
         ({"share": 0.01, "memory_share": 0.05}, "online"),
@@ -99,4 +100,4 @@ def test_text_encoders_activations_are_in_the_forecast_and_captions_in_the_batch
     footprint = PRESETS["gemini_offload"].candidates()[0].footprint(away.workload)
     assert footprint is not None
     cached = {phase.name: phase.parts for phase in away.forecast(footprint).on_host}["training"]["cached captions"]
-    assert cached == CACHED_CAPTIONS < 10_000 * 512 * 7680 * 2
+    assert cached == CACHED_CAPTIONS_BYTES < 10_000 * 512 * 7680 * 2

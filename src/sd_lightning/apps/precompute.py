@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -29,8 +29,10 @@ from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
 from sd_lightning.data.store.layout import DTYPES, LATENTS, Generation, LatentStore, Recipe, network_hash, recipes
 from sd_lightning.data.store.texts import (
+    EmbeddedTexts,
     TextEncoder,
     TextJob,
+    TextTask,
     Tokenizing,
     captions_per_file,
     missing_texts,
@@ -52,8 +54,6 @@ log = logging.getLogger(__name__)
 
 _COUNTED = 1000
 """Samples whose captions are counted for the prediction of the embeddings' size."""
-_LARGE = 10
-"""How many times as large as latents text embeddings are when encoding captions in training is advised."""
 _ONLY_FOR = {
     "text": ("encode", False),
     "launcher": ("encode", "local"),
@@ -211,19 +211,20 @@ def encode(
     bytes_per_image = _bytes_per_image(shard)
     total = sum(map(len, sources.values()))
     images_per_file, samples_per_file = rows_per_file(total, bytes_per_image, settings.shard_mb)
+    latents_bytes = total * bytes_per_image
     print(
-        f"{total} images, {bytes_per_image} bytes of latents each: at most {total * bytes_per_image / 1e9:.3g} GB in "
+        f"{total} images, {bytes_per_image} bytes of latents each: at most {latents_bytes / 1e9:.3g} GB in "
         f"{store.folder.url} ({store.recipe.description()})",
         flush=True,
     )
-    need = max(total * bytes_per_image - sum(store.present(LATENTS).values()), 0)
-    text_encoder = None
+    need = max(latents_bytes - sum(store.present(LATENTS).values()), 0)
+    text_encoder, result = None, ""
     if kind is not None:
         masks = model.family.masks_padding
         text_encoder = TextEncoder(encoder, kind, store.folder, store.recipe.dtype, device, masks_padding=masks)
-        texts_size = predicted_texts(text_encoder, tokenizing, sources.values(), total * bytes_per_image)
-        need += max(texts_size.num_bytes - sum(store.present(kind).values()), 0)
-        captions_in_file, text_encoder.group = captions_per_file(texts_size.bytes_per_caption, settings.shard_mb)
+        caption_bytes, texts_bytes = predicted_texts(text_encoder, tokenizing, sources.values(), latents_bytes)
+        need += max(texts_bytes - sum(store.present(kind).values()), 0)
+        captions_in_file, text_encoder.group = captions_per_file(caption_bytes, settings.shard_mb)
     check_space(store, need, "latents" if kind is None else "latents and text embeddings")
     progress = StageProgress(total)
     bad = datamodule.bad
@@ -246,22 +247,37 @@ def encode(
             )
             generation = job.update(sources)
             if text_encoder is not None:
-                missing = missing_texts(store, generation, text_encoder.kind)
                 texts_job = TextJob(store, text_encoder.kind, tokenizing, Path(scratch), captions_in_file)
-                new = sum(map(len, texts_job.new(missing)))
-                check_space(store, int(new * texts_size.bytes_per_caption), f"text embeddings of {new} captions")
-                tasks = runner.embed(texts_job.tasks(missing))
-                texts = list(progress.watch_texts(-(-new // captions_in_file), tasks))
-                texts_job.place(missing)
+                result = _encode_texts(texts_job, generation, caption_bytes, runner.embed, progress)
     finally:
         runner.close()
     print_result(job, generation, bad, progress, time.monotonic() - begin)
-    if text_encoder is not None:
-        captions, size = (sum(getattr(each, name) for each in texts) for name in ("captions", "size"))
-        print(f"texts: {captions} different captions encoded, {size / 1e6:.3g} MB written in {len(texts)} files")
+    if result:
+        print(result)
     which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
     print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
+
+
+def _encode_texts(
+    job: TextJob,
+    generation: Generation,
+    caption_bytes: float,
+    embed: Callable[[Iterable[TextTask]], Iterator[EmbeddedTexts]],
+    progress: StageProgress,
+) -> str:
+    """Encode the captions of a generation that lack embeddings, and return what was done in a line.
+
+    The sample files are read three times, to count captions, to encode them and to place them: how many are new is
+    known only at the end, and what they say need not fit into memory.
+    """
+    missing = missing_texts(job.store, generation, job.kind)
+    new = sum(map(len, job.new(missing)))
+    check_space(job.store, int(new * caption_bytes), f"text embeddings of {new} captions")
+    texts = list(progress.watch_texts(-(-new // job.per_file), embed(job.tasks(missing))))
+    job.place(missing)
+    size = sum(each.size for each in texts) / 1e6
+    return f"texts: {new} different captions encoded, {size:.3g} MB written in {len(texts)} files"
 
 
 def print_result(
@@ -292,22 +308,16 @@ def _bytes_per_image(shard: ShardEncoder) -> int:
     return encoded[0].numel() * DTYPES[recipe.dtype].itemsize * recipe.variants
 
 
-@dataclass(frozen=True)
-class TextsSize:
-    """How large text embeddings will be."""
-
-    bytes_per_caption: float
-    """Exact, or an estimate from some captions where padding is not stored."""
-    num_bytes: int
-
-
 def predicted_texts(
     encoder: TextEncoder, tokenizing: Tokenizing, sources: Iterable[Source], latents_bytes: int
-) -> TextsSize:
-    """Print and return how large the embeddings will be: one caption is encoded, those of some samples are looked at.
+) -> tuple[float, int]:
+    """Print how large the embeddings will be: one caption is encoded, those of some samples are looked at.
 
     Of many samples some are drawn. How many different captions there are follows from those that were seen once and
     twice (Chao 1984, "Nonparametric estimation of the number of classes in a population", bias-corrected).
+
+    Returns:
+        Bytes of a caption's embeddings, an estimate where padding is not stored; and bytes of all.
     """
     seen, total, is_exact = Counter[str](), 0.0, True
     for source in sources:
@@ -327,17 +337,13 @@ def predicted_texts(
     num_bytes, about = int(count * row_bytes), "" if is_exact else "about "
     each = f"{'about ' * encoder.masks_padding}{row_bytes:.0f} bytes of text embeddings"
     larger = num_bytes / max(latents_bytes, 1)
-    advice = (
-        f", {larger:.3g} times the latents: with text=false training encodes captions itself, and the store stays small"
-        if larger > _LARGE
-        else ""
-    )
     print(
         f"text=true: {each} for each of {about}{count} different captions: {about}{num_bytes / 1e9:.3g} GB more in "
-        f"{encoder.folder.url}/{encoder.kind}{advice}",
+        f"{encoder.folder.url}/{encoder.kind}, {larger:.3g} times the latents "
+        f"(whether to store them: python -m sd_lightning.plan captions={count} ...)",
         flush=True,
     )
-    return TextsSize(row_bytes, num_bytes)
+    return row_bytes, num_bytes
 
 
 def check_space(store: LatentStore, need_bytes: int, purpose: str) -> None:

@@ -27,7 +27,7 @@ from sd_lightning.state.host import host_memory, streams_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_CACHE_BYTES = 2 * 2**30
+CACHED_CAPTIONS_BYTES = 2 * 2**30
 """Encoded captions that are cached in host memory; those that were used longest ago go first."""
 _PIXELS_PER_CALL = 4 * 512 * 512
 """Pixels that the VAE encodes at a time: its activations for one image of 1024 x 1024 take gigabytes."""
@@ -219,7 +219,7 @@ class LatentEncoder:
                 )
                 self._cached_bytes += _num_bytes(row)
             self._captions.move_to_end(key)
-        while self._cached_bytes > _CACHE_BYTES:
+        while self._cached_bytes > CACHED_CAPTIONS_BYTES:
             self._cached_bytes -= _num_bytes(self._captions.popitem(last=False)[1])
 
     def _encode_captions(self, input_ids: Mapping[str, Tensor]) -> Conditioning:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sd_lightning.models.checkpointing import KINDS
-from sd_lightning.models.encoder import images_per_call
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
 from sd_lightning.planner.passes import caption_numel, captions_encoded, drawing_peak, encoding_peak
@@ -31,8 +31,6 @@ DEVICE_ALLOWANCE = int(0.6 * GB)
 HOST_ALLOWANCE = int(2.0 * GB)
 """Assumed, not measured: Python, torch and the CUDA libraries in host memory."""
 _FLOAT_BYTES = 4
-CACHED_CAPTIONS = 2 * 2**30
-"""The most bytes of encoded captions that ``LatentEncoder`` keeps in host memory beside offloaded encoders."""
 _SLICE_BYTES = 3 * 16 * 2**20
 """Buffers that stream a checkpoint to disk."""
 
@@ -268,7 +266,7 @@ class Forecaster:
             training["cached latents"] = run.num_images * encoded * _FLOAT_BYTES
         if run.encodes and run.offload_encoders and not run.train_text_encoder:
             captions = run.num_images * caption_numel(self.model) * run.encoder_dtype.itemsize
-            training["cached captions"] = min(captions, CACHED_CAPTIONS)
+            training["cached captions"] = min(captions, CACHED_CAPTIONS_BYTES)
         allowance = Counter(allowance=HOST_ALLOWANCE)
         # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
         whole = _FLOAT_BYTES * sum(self._numel.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sd_lightning.planner.forecast import CACHED_CAPTIONS, GB
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES
+from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.passes import caption_numel
 from sd_lightning.planner.search import Search, TrainingPlan
 
@@ -65,7 +66,7 @@ class TextBill:
     @property
     def choice(self) -> str:
         """Return "cache": encode each caption once, in the run; "online": in every step; "trim" or "store"."""
-        if self.captions is not None and self.captions * self.caption_bytes <= CACHED_CAPTIONS:
+        if self.captions is not None and self.captions * self.caption_bytes <= CACHED_CAPTIONS_BYTES:
             return "cache"
         is_cheap = self.share < NEGLIGIBLE and self.memory_share < _SMALL
         if is_cheap or self.read_per_second > READABLE:

@@ -1,4 +1,4 @@
-"""The safetensors files of a store: sealed, written whole and read by row; and the rows of samples on their way there.
+"""The safetensors files of a store: sealed, written whole and read by row.
 
 A *seal* is the hash of a whole file, written into its header, taken with ``BLANK`` where it stands. A flipped bit
 anywhere in the file breaks it.
@@ -10,11 +10,9 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
@@ -40,13 +38,12 @@ BLANK = "-" * 2 * HASH_BYTES
 """What stands in place of a seal before there is one."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
 """What is raised when an altered file is parsed."""
-HASHES = "captions"
+HASHES = "caption_hashes"
 """Column of the hash of each caption."""
 CHECKS = "checks"
 """Column of the check sum of each row, compared whenever a row is read."""
 _ABOUT = "about"
 """The one entry of a file's metadata: JSON."""
-_IDS = "input_ids."
 _BLOCK = 2**22
 Shard = tuple[str, int]
 """Name and bytes of a latent file."""
@@ -70,10 +67,10 @@ def hashes_of(parts: Sequence[bytes]) -> np.ndarray:
 def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     """Return a hash of the captions of some samples, 32 hexadecimal digits; it also depends on which are whose."""
     counts = np.array([len(each) for each in captions], np.int64)
-    return name_of(counts.tobytes(), *(_utf8(text) for each in captions for text in each))
+    return name_of(counts.tobytes(), *(utf8(text) for each in captions for text in each))
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
@@ -192,13 +189,6 @@ def _sums(rows: Tensor) -> Tensor:
     return (rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows).sum(1, dtype=torch.int64)
 
 
-def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Return strings as two tensors: their UTF-8 bytes one after the other, and the end of each (N,)."""
-    encoded = [_utf8(text) for text in texts]
-    ends = torch.tensor([len(each) for each in encoded], dtype=torch.int64).cumsum(0)
-    return {name: torch.frombuffer(bytearray(b"".join(encoded) or b"\0"), dtype=torch.uint8), f"{name}_end": ends}
-
-
 class RowBuffer:
     """Rows of a column, each read from a file and place of its own.
 
@@ -303,160 +293,3 @@ class StoreFile:
             raise self.broken(f"{column} ends too early")
         flat = torch.frombuffer(memory, dtype=at.dtype) if memory else torch.empty(0, dtype=at.dtype)
         return flat.view(end - begin, *at.shape[1:])
-
-
-class SampleFile(StoreFile):
-    """Captions, token ids and places of some samples; what is small is kept in memory once read."""
-
-    def check(self) -> None:
-        """Check that the file is what was written: its name is the hash of its bytes, which are all read.
-
-        Raises:
-            UsageError: It is not.
-        """
-        data = bytearray(os.fstat(self.fd).st_size)
-        if (
-            not read_exactly(self._handle, memoryview(data), 0)
-            or name_of(data) != PurePath(self.name).name.partition(".")[0]
-        ):
-            raise self.broken(ALTERED)
-
-    @cached_property
-    def place(self) -> np.ndarray:
-        """(N, 2) int64: the number of each sample's file in ``shards``, and its row there."""
-        return self.read("place").numpy().astype(np.int64)
-
-    @cached_property
-    def first_caption(self) -> np.ndarray:
-        """(N + 1,) int64: captions of sample i are number ``first_caption[i]`` to ``first_caption[i + 1] - 1``."""
-        return np.concatenate([[0], self.read("caption_count").numpy().cumsum()])
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The latent files that it refers to."""
-        return [(str(name), int(size)) for name, size in self.metadata["shards"]]
-
-    @cached_property
-    def id_columns(self) -> dict[str, Column]:
-        """The columns of token ids, by text encoder."""
-        return {name.removeprefix(_IDS): each for name, each in self.columns.items() if name.startswith(_IDS)}
-
-    def input_ids(self) -> dict[str, Tensor]:
-        """Return the token ids (M, L) int32 of all captions, by text encoder."""
-        return {name: self.read(f"{_IDS}{name}") for name in self.id_columns}
-
-    def caption_hashes(self) -> np.ndarray:
-        """Return the hash (M, 16) uint8 of every caption."""
-        data, ends = self.read("captions").numpy().tobytes(), self._ends["captions"].tolist()
-        return hashes_of([data[begin:end] for begin, end in pairwise(ends)])
-
-    @cached_property
-    def _ends(self) -> dict[str, np.ndarray]:
-        """Where each text of a column ends, behind a 0."""
-        return {name: np.concatenate([[0], self.read(f"{name}_end").numpy()]) for name in ("captions", "names")}
-
-    def captions(self, row: int) -> list[str]:
-        """Return the captions of a sample."""
-        return [self._text("captions", i) for i in range(self.first_caption[row], self.first_caption[row + 1])]
-
-    def sample_name(self, row: int) -> str:
-        """Return the name of a sample."""
-        return self._text("names", row)
-
-    def _text(self, column: str, number: int) -> str:
-        begin, end = self._ends[column][number : number + 2].tolist()
-        data = self.read(column, begin, end).numpy().tobytes()
-        return data.decode(errors="surrogatepass")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sample of a data set that can be read."""
-
-    index: int
-    """Its index in the source."""
-    key: str
-    name: str
-    image: bytes
-    """Hash of its image."""
-    captions: list[str]
-    size: tuple[int, int]
-    """(height, width) of the image in pixels, if its shape depends on it."""
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """Samples of a data set as columns, whose images have one shape."""
-
-    indices: np.ndarray
-    """(N,) int64: the index of each in the source; of a file, its row."""
-    keys: np.ndarray
-    """(N, 16) uint8: hash of each sample's key."""
-    stamps: np.ndarray
-    """(N, 16) uint8: hash of its key, image and captions in the data set; equal stamps mean nothing changed."""
-    images: np.ndarray
-    """(N, 16) uint8: hash of its image."""
-    shape: int
-    """Number of the images' shape among those of the recipe."""
-    names: list[str]
-    captions: list[list[str]]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], *, shape: int) -> SampleRows:
-        """Make rows of samples."""
-        stamps = [
-            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) for each in samples
-        ]
-        return cls(
-            indices=np.array([each.index for each in samples], np.int64),
-            keys=hashes_of([_utf8(each.key) for each in samples]),
-            stamps=hashes_of(stamps),
-            images=np.frombuffer(b"".join(each.image for each in samples), np.uint8).reshape(-1, HASH_BYTES),
-            shape=shape,
-            names=[each.name for each in samples],
-            captions=[each.captions for each in samples],
-        )
-
-    @classmethod
-    def read(cls, file: SampleFile) -> SampleRows:
-        """Return the rows of a sample file.
-
-        Raises:
-            UsageError: The file is not what was written; what is made from it would look right.
-        """
-        file.check()
-        keys, stamps, images = (file.read(name).numpy() for name in ("keys", "stamps", "images"))
-        rows, shape = range(len(file)), file.metadata["shape"]
-        names, captions = [file.sample_name(i) for i in rows], [file.captions(i) for i in rows]
-        return cls(np.arange(len(file)), keys, stamps, images, shape, names, captions)
-
-    def take(self, chosen: np.ndarray) -> SampleRows:
-        """Return the rows at some places."""
-        indices, keys, stamps, images = (each[chosen] for each in (self.indices, self.keys, self.stamps, self.images))
-        names, captions = [self.names[i] for i in chosen], [self.captions[i] for i in chosen]
-        return SampleRows(indices, keys, stamps, images, self.shape, names, captions)
-
-    def to_bytes(self, shards: Sequence[Shard], place: np.ndarray, input_ids: dict[str, Tensor]) -> bytes:
-        """Return the sample file.
-
-        Args:
-            shards: Latent files.
-            place: (N, 2): the number of each sample's file in ``shards``, and its row there.
-            input_ids: (M, L) by text encoder, of all captions in order.
-        """
-        used, number = np.unique(place[:, 0], return_inverse=True)
-        tensors = {
-            "keys": torch.from_numpy(self.keys.copy()),
-            "stamps": torch.from_numpy(self.stamps.copy()),
-            "images": torch.from_numpy(self.images.copy()),
-            "place": torch.from_numpy(np.stack([number.reshape(-1), place[:, 1]], axis=1).astype(np.int32)),
-            "caption_count": torch.tensor([len(captions) for captions in self.captions], dtype=torch.int64),
-            **text_columns("captions", [caption for captions in self.captions for caption in captions]),
-            **text_columns("names", self.names),
-            **{f"{_IDS}{name}": ids.to(torch.int32) for name, ids in input_ids.items()},
-        }
-        of_all = {"rows": len(self), "shape": self.shape, "shards": [shards[i] for i in used.tolist()]}
-        return serialized(tensors, of_all)

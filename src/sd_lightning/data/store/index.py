@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import HASH_BYTES, SampleFile, SampleRows, Shard, about
+from sd_lightning.data.store.files import HASH_BYTES, Shard, about
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, LatentStore, SampleEntry, path_of
+from sd_lightning.data.store.sample_file import SampleFile, SampleRows
 from sd_lightning.storage.atomic import no_space
 
 ROW = np.dtype("V24")

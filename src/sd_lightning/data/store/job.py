@@ -26,9 +26,10 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.encoding import Encoded, EncodeTask
-from sd_lightning.data.store.files import HASH_BYTES, Sample, SampleRows, Shard, captions_hash, name_of
+from sd_lightning.data.store.files import HASH_BYTES, Shard, captions_hash, name_of
 from sd_lightning.data.store.index import KnownSamples, RowIndex, same_key
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
+from sd_lightning.data.store.sample_file import Sample, SampleRows
 from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.transform import nearest_shapes
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
-from sd_lightning.data.store.files import ALTERED, BLANK, UNREADABLE, SampleFile, is_sealed, sealed
+from sd_lightning.data.store.files import ALTERED, BLANK, UNREADABLE, is_sealed, sealed
+from sd_lightning.data.store.sample_file import SampleFile
 from sd_lightning.storage.lease import Lease
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.safetensors_file import Column, Header, bytes_of, read_header

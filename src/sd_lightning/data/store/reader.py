@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
-from sd_lightning.data.store.files import RowBuffer, SampleFile, StoreFile
+from sd_lightning.data.store.files import RowBuffer, StoreFile
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, path_of
+from sd_lightning.data.store.sample_file import SampleFile
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.safetensors_file import Column
 

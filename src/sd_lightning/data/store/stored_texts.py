@@ -13,7 +13,7 @@ from torch import Tensor
 from sd_lightning.data.store.files import ALTERED, CHECKS, HASHES, RowBuffer, Shard, StoreFile, row_sums
 from sd_lightning.data.store.layout import path_of
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.texts import EMPTY, places_of
+from sd_lightning.data.store.texts import EMPTY, files_of, places_of
 from sd_lightning.models.families.conditioning import Conditioning, nested_conditioning
 from sd_lightning.storage.safetensors_file import Column
 
@@ -95,7 +95,7 @@ class StoredTexts:
         kind = places_of(self._kind)
         where = f"{self._reader.store.folder.url}/{path_of(kind, name)}"
         file = StoreFile(self._reader.handle(kind, name, self._sizes[name]), name=where, size=self._sizes[name])
-        files = [(str(text), int(size)) for text, size in file.metadata["files"]]
+        files = files_of(file.metadata)
         found = files, file.read("place").numpy().astype(np.int64), file.checks
         file.close()
         return found

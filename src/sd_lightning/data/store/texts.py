@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Samp
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import flat_conditioning
 from sd_lightning.storage.location import Location
-from sd_lightning.storage.safetensors_file import Header
 
 if TYPE_CHECKING:
     from sd_lightning.models.encoder import LatentEncoder
@@ -79,8 +78,8 @@ class Tokenizing:
             for call in ("padding", "truncation"):  # what the last call asked for
                 rules.pop(call)
             template = tokenizer.chat_template
-            about = [name, model.family.max_length(tokenizer), rules, str(tokenizer.special_tokens_map), template]
-            digest.update(json.dumps(about).encode())
+            all_of_it = [name, model.family.max_length(tokenizer), rules, str(tokenizer.special_tokens_map), template]
+            digest.update(json.dumps(all_of_it).encode())
         return cls(model.tokenize, digest.hexdigest())
 
 
@@ -108,9 +107,9 @@ def places_of(kind: str) -> str:
     return f"{PLACES}/{kind.removeprefix(f'{TEXTS}/')}"
 
 
-def files_of(header: Header) -> list[Shard]:
-    """Return the text files to which a file of places refers, by its header."""
-    return [(str(name), int(size)) for name, size in about(header)["files"]]
+def files_of(about: Mapping[str, Any]) -> list[Shard]:
+    """Return the text files to which a file of places refers, by what its header says of it."""
+    return [(str(name), int(size)) for name, size in about["files"]]
 
 
 def real_tokens(input_ids: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
@@ -328,7 +327,7 @@ def missing_texts(store: LatentStore, generation: Generation, kind: str) -> list
     by_name |= {entry.captions: entry for entries in generation.splits.values() for entry in entries}
     missing = []
     for name, entry in by_name.items():
-        files = files_of(store.header(places, name, present_places[name])) if name in present_places else []
+        files = files_of(about(store.header(places, name, present_places[name]))) if name in present_places else []
         for text, size in files:
             if present.get(text, size) != size:
                 raise store.broken(path_of(kind, text), f"it has {present[text]} bytes instead of {size}")

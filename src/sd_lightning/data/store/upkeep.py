@@ -13,7 +13,7 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import latent_file
-from sd_lightning.data.store.files import ALTERED, SampleRows, Shard, StoreFile, name_of
+from sd_lightning.data.store.files import ALTERED, Shard, StoreFile, about, name_of
 from sd_lightning.data.store.layout import (
     GENERATIONS,
     LATENTS,
@@ -24,6 +24,7 @@ from sd_lightning.data.store.layout import (
     SampleEntry,
     path_of,
 )
+from sd_lightning.data.store.sample_file import SampleRows
 from sd_lightning.data.store.texts import EMPTY, PLACES, TEXTS, files_of, places_of, text_kinds
 
 _WORTHWHILE = 0.1
@@ -199,15 +200,16 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
         except AlteredList:
             altered.append(name)
     yield from ((name, ALTERED if num_readable else NO_OTHER_LIST) for name in altered)
-    texts = text_kinds(store)
-    for kind in (LATENTS, SAMPLES, *texts, *map(places_of, texts)):
-        of_places = store.present(kind.replace(PLACES, TEXTS, 1)) if kind.startswith(f"{PLACES}/") else None
+    texts_of = {places_of(kind): kind for kind in text_kinds(store)}
+    for kind in (LATENTS, SAMPLES, *texts_of.values(), *texts_of):
+        of_places = store.present(texts_of[kind]) if kind in texts_of else None
         for name, size in sorted(store.present(kind).items()):
             try:
                 path = store.local(kind, name, scratch)
                 reason = _problem(path, kind, name, size)
                 if reason is None and of_places is not None:
-                    gone = [text for text, _ in files_of(store.header(kind, name, size)) if text not in of_places]
+                    needed = files_of(about(store.header(kind, name, size)))
+                    gone = [text for text, _ in needed if text not in of_places]
                     reason = f"its text file {gone[0]} is not there" if gone else None
             except FileNotFoundError:
                 continue
@@ -221,7 +223,7 @@ def texts_in_use(store: LatentStore, kind: str, captions: Collection[str]) -> se
     """Return the names of the text files of a kind with the captions of some sample files, by their ``captions``."""
     places = {name: size for name, size in store.present(places_of(kind)).items() if name in captions}
     headers = (store.header(places_of(kind), name, size) for name, size in places.items())
-    return {text for header in headers for text, _ in files_of(header)}
+    return {text for header in headers for text, _ in files_of(about(header))}
 
 
 def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:

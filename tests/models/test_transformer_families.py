@@ -297,3 +297,25 @@ def test_a_run_trains_the_denoiser_alone(name: str) -> None:
     assert changed == {"transformer"}
     unchanged = [k for (k, p), q in zip(model.denoiser.named_parameters(), before["transformer"]) if (p == q).all()]
     assert unchanged == []
+
+
+def test_a_run_is_resumed_with_its_chat_model_in_half_precision_as_published(tmp_path: Path) -> None:
+    """Weights are compared in the precision of their file; a later fit has them in that of the encoder."""
+    for seed in (3, 4):
+        saved = LatentDiffusion.build("tiny_z_image", seed=3)
+        saved.networks["text_encoder"] = LatentDiffusion.build("tiny_z_image", seed=seed).networks["text_encoder"]
+        saved.networks["text_encoder"].to(torch.bfloat16)
+        saved.save_pretrained(tmp_path / f"{seed}")
+
+    def module(seed: int) -> SDLightningModule:
+        model = LatentDiffusion.from_pretrained(tmp_path / f"{seed}")
+        assert next(model.networks["text_encoder"].parameters()).dtype == torch.bfloat16
+        return SDLightningModule(model, optimizer=small.adamw, seed=3)
+
+    first, saving = module(3), small.Saving(tmp_path / "run")
+    small.fit(first, small.data(), 1, saving)
+    small.fit(first, small.data(), 2, small.Saving(tmp_path / "run", resume=saving.last_saved))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    with pytest.raises(UsageError, match=r"frozen weights of text_encoder in bfloat16 are not .* model.pretrained="):
+        small.fit(module(4), small.data(), 3, small.Saving(tmp_path / "other", resume=newest))
+    small.fit(module(3), small.data(), 3, small.Saving(tmp_path / "next", resume=newest))

@@ -277,6 +277,13 @@ def test_only_the_scheduler_of_flow_matching_samples(model: LatentDiffusion, z_i
     SamplingOptions().check(z_image)
 
 
+def test_a_model_whose_scheduler_draws_no_flow_is_not_trained() -> None:
+    model = LatentDiffusion.build("tiny_klein")
+    model.use_scheduler({"_class_name": "DDIMScheduler"})
+    with pytest.raises(UsageError, match=r"DDIMScheduler: Flux2KleinPipeline cannot .*scheduler_config.json .*copy"):
+        SDLightningModule(model, optimizer=small.adamw)
+
+
 @pytest.mark.parametrize("options", [{"train_text_encoder": True}, {"learned_token": LearnedToken("S*")}])
 def test_chat_models_are_not_trained(options: Any) -> None:
     model = LatentDiffusion.build("tiny_z_image")

@@ -90,6 +90,14 @@ def test_pictures_are_the_pipelines(model: LatentDiffusion) -> None:
         assert np.abs(ours(model, scale, negative) - pixels(images)).max() <= 1
 
 
+def test_a_chat_model_in_half_precision_leaves_the_denoiser_in_float32() -> None:
+    half, seen = LatentDiffusion.build(TINY[0], seed=3), []
+    half.networks["text_encoder"].to(torch.bfloat16)
+    half.denoiser.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    ours(half, 1.0)
+    assert seen and not any(seen)
+
+
 def test_guidance_is_on_where_the_pipeline_has_it_on(model: LatentDiffusion) -> None:
     off = model.family.no_guidance
     assert off == {"Flux2KleinPipeline": 1.0, "ZImagePipeline": 0.0}[model.pipeline_class]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sd_lightning.models.families.base import Component, Conditioning, Family, Part
+from sd_lightning.models.families.base import Component, Conditioning, Family, Part, map_conditioning
 from sd_lightning.models.families.latents import vae_factor
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class TransformerFamily(Family):
         def encoded(captions: Sequence[str]) -> Any:
             ids = self.tokenize({"tokenizer": pipeline.tokenizer}, captions)
             on_device = {name: each.to(encoder.device) for name, each in ids.items()}
-            return self.prompt_embeds(self.embed({"text_encoder": encoder}, on_device))
+            embeddings = self.embed({"text_encoder": encoder}, on_device)
+            return self.prompt_embeds(map_conditioning(embeddings, lambda t: t.to(pipeline.transformer.dtype)))
 
         given = {"prompt_embeds": encoded(prompts)}
         if options["guidance_scale"] > self.no_guidance:

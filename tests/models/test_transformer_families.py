@@ -93,6 +93,14 @@ def test_pictures_are_the_pipelines(model: LatentDiffusion) -> None:
         assert np.abs(ours(model, scale, negative) - pixels(images)).max() <= 1
 
 
+def test_a_chat_model_in_half_precision_leaves_the_denoiser_in_float32() -> None:
+    half, seen = LatentDiffusion.build(TINY[0], seed=3), []
+    half.networks["text_encoder"].to(torch.bfloat16)
+    half.denoiser.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    ours(half, 1.0)
+    assert seen and not any(seen)
+
+
 def test_guidance_is_on_where_the_pipeline_has_it_on(model: LatentDiffusion) -> None:
     off = model.family.no_guidance
     assert off == {"Flux2KleinPipeline": 1.0, "ZImagePipeline": 0.0}[model.pipeline_class]
@@ -311,6 +319,13 @@ def test_only_the_scheduler_of_flow_matching_samples(model: LatentDiffusion, z_i
     SamplingOptions().check(z_image)
 
 
+def test_a_model_whose_scheduler_draws_no_flow_is_not_trained() -> None:
+    model = LatentDiffusion.build("tiny_klein")
+    model.use_scheduler({"_class_name": "DDIMScheduler"})
+    with pytest.raises(UsageError, match=r"DDIMScheduler: Flux2KleinPipeline cannot .*scheduler_config.json .*copy"):
+        SDLightningModule(model, optimizer=small.adamw)
+
+
 @pytest.mark.parametrize("options", [{"train_text_encoder": True}, {"learned_token": LearnedToken("S*")}])
 def test_chat_models_are_not_trained(options: Any) -> None:
     model = LatentDiffusion.build("tiny_z_image")
@@ -331,3 +346,25 @@ def test_a_run_trains_the_denoiser_alone(name: str) -> None:
     assert changed == {"transformer"}
     unchanged = [k for (k, p), q in zip(model.denoiser.named_parameters(), before["transformer"]) if (p == q).all()]
     assert unchanged == []
+
+
+def test_a_run_is_resumed_with_its_chat_model_in_half_precision_as_published(tmp_path: Path) -> None:
+    """Weights are compared in the precision of their file; a later fit has them in that of the encoder."""
+    for seed in (3, 4):
+        saved = LatentDiffusion.build("tiny_z_image", seed=3)
+        saved.networks["text_encoder"] = LatentDiffusion.build("tiny_z_image", seed=seed).networks["text_encoder"]
+        saved.networks["text_encoder"].to(torch.bfloat16)
+        saved.save_pretrained(tmp_path / f"{seed}")
+
+    def module(seed: int) -> SDLightningModule:
+        model = LatentDiffusion.from_pretrained(tmp_path / f"{seed}")
+        assert next(model.networks["text_encoder"].parameters()).dtype == torch.bfloat16
+        return SDLightningModule(model, optimizer=small.adamw, seed=3)
+
+    first, saving = module(3), small.Saving(tmp_path / "run")
+    small.fit(first, small.data(), 1, saving)
+    small.fit(first, small.data(), 2, small.Saving(tmp_path / "run", resume=saving.last_saved))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    with pytest.raises(UsageError, match=r"frozen weights of text_encoder in bfloat16 are not .* model.pretrained="):
+        small.fit(module(4), small.data(), 3, small.Saving(tmp_path / "other", resume=newest))
+    small.fit(module(3), small.data(), 3, small.Saving(tmp_path / "next", resume=newest))

@@ -60,6 +60,9 @@ then train callbacks.ema=null
 $ generate sede=1
 error: sede=1 … no key … write seed=1
 then generate seed=1
+$ train objective.timestep_sampling=uniform
+error: objective.timestep_sampling=uniform … no key … write objective.weighting_scheme=none
+then train objective.weighting_scheme=none
 # groups
 $ train model=sd16
 error: model=sd16 … no such option … available: sd15, sd21, sdxl, tiny

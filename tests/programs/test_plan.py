@@ -202,6 +202,7 @@ def test_what_does_not_fit_is_told_with_what_would(
             "nothing can be predicted: gemini_auto chooses what it offloads by measuring a step",
         ),
         (["gpu=a10000", "model.pretrained=nowhere"], "gpu=a10000: no such GPU; the nearest are a100-80gb"),
+        (["model=tiny_klein", "module.train_text_encoder=true"], "train_text_encoder=true.* stays frozen"),
         (["gpu=null"], "has no table for this machine.*calibrate here, .*; or write gpu=<name>, one of a100-40gb"),
     ],
 )

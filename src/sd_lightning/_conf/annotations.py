@@ -26,6 +26,7 @@ _VALUES = {
         **dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed"),
         **dict.fromkeys(("fp32", "float32", "no"), "32"),
     },
+    "objective.weighting_scheme": {"uniform": "none"},
     "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {

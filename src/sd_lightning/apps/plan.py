@@ -70,6 +70,7 @@ def run(cfg: DictConfig) -> int:
     spec = RunSpec.of(cfg)
     check(spec)
     device, speeds = hardware_of(spec["gpu"])
+    spec.model.check(spec.trained_text)
     model = spec.model.describe()
     encoders = [hardware(name, "encoders") for name in encoder_gpus(spec)]
     host_memory = None if spec["host_gb"] is None else int(spec["host_gb"] * GB)

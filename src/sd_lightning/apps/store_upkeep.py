@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.layout import LatentStore, recipes
-from sd_lightning.data.store.texts import TEXTS, missing_texts, text_kinds
+from sd_lightning.data.store.texts import TEXTS, missing_texts, places_of, text_kinds
 from sd_lightning.data.store.upkeep import NO_OTHER_LIST, Pruning, broken_files, missing_files
 from sd_lightning.storage.object_store import open_location
 
@@ -88,10 +88,13 @@ def _print_incomplete(store: LatentStore) -> None:
     generation = store.generation()
     for kind in text_kinds(store):
         if lacking := len(missing_texts(store, generation, kind)):
+            complete = "run precompute with text=true and the same model, or "
+            if not store.present(places_of(kind)):  # no job completes a kind of earlier code
+                complete = "if an earlier version wrote it, "
             print(
                 f"{store.folder.url}/{kind}: the captions of {lacking} sample files have no embeddings, so training "
-                "encodes captions itself; run precompute with text=true and the same model, or delete all "
-                f"of this kind with precompute prune drop_texts={kind.removeprefix(f'{TEXTS}/')}"
+                f"encodes captions itself; {complete}delete all of this kind with precompute prune "
+                f"drop_texts={kind.removeprefix(f'{TEXTS}/')}"
             )
 
 

@@ -114,6 +114,8 @@ def _run(
     pretrained = spec.model.get("pretrained")
     checkpoints_of(trainer).pretrained_url = pretrained if far_runs.is_url(pretrained) else None
     datamodule = build_data(spec)
+    if spec.model.is_ours and datamodule.source_train.latents is None:
+        datamodule.images.check_model(spec.model.describe())  # before a chat model is read
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
     open_run(spec, trainer, choice, uploads)

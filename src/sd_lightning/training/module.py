@@ -116,6 +116,7 @@ class SDLightningModule(pl.LightningModule):
         self.last_loss: Tensor | None = None
         """Loss of the last training step on this rank, the mean over its accumulated batches so far; detached."""
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
+        latent_diffusion.sampling_scheduler()  # raises if no pipeline could draw what is trained
         self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
         text_encoders = latent_diffusion.text_encoders if has_text else {}
         self._text_encoder_names = tuple(text_encoders)

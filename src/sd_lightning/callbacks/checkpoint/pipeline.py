@@ -107,15 +107,18 @@ def _written(value: Any) -> str:
 
 
 def fingerprints(module: PipelineModule) -> dict[str, str]:
-    """Return a digest of the first values of each frozen weight, by network.
+    """Return a digest of the first values of each frozen weight, by network, and by dtype unless it is float32.
 
-    Networks that are sharded or not in float32 are left out.
+    The dtype is that of the file, or what an encoder was cast to since. Networks that are sharded are left out, and
+    trained ones that are not in float32: engines round those.
     """
     model, trained = module.latent_diffusion, module.trained_networks()
     digests = {}
     for name, network in model.networks.items():
         weights = {k: p for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
-        if not weights or not all(is_whole(w) and w.dtype == torch.float32 for w in weights.values()):
+        dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
+        is_float32 = dtypes == ["float32"]
+        if not weights or not all(map(is_whole, weights.values())) or (name in trained and not is_float32):
             continue
         deferred = model.deferred.get(name)
         digest = hashlib.sha256()
@@ -123,7 +126,7 @@ def fingerprints(module: PipelineModule) -> dict[str, str]:
             digest.update(bytes_of(_first_values(key, weight.detach(), deferred)))
         if deferred is not None:
             deferred.close()
-        digests[name] = digest.hexdigest()
+        digests[name if is_float32 else f"{name} in {' and '.join(dtypes)}"] = digest.hexdigest()
     return digests
 
 

@@ -212,7 +212,7 @@ def restore(trainer: pl.Trainer, module: pl.LightningModule, path: Path, record:
         trainer: The running trainer.
         module: Its module.
         path: The checkpoint.
-        record: Holds the configured optimizer groups; gets the checkpoint's training time and loss.
+        record: Holds the configured optimizer groups; gets the checkpoint's training time, loss and digests.
 
     Raises:
         UsageError: The checkpoint does not fit the run, or has another schedule.
@@ -238,6 +238,7 @@ def restore(trainer: pl.Trainer, module: pl.LightningModule, path: Path, record:
         trainer.precision_plugin.load_state_dict(saved["precision"])
     _load_callbacks(trainer, saved["callbacks"], path)
     record.train_seconds, record.loss = saved["train_seconds"], saved["loss"]
+    record.frozen = saved["frozen"] | record.frozen  # also those in another precision, of before an encoder was cast
     data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
     data.resume(position.epoch, position.steps_in_epoch)
     lightning_loops.set_position(trainer, position.epoch, position.steps_in_epoch, position.optimizer_steps)

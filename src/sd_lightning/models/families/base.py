@@ -323,9 +323,10 @@ class Family(ABC):
         except Exception as error:  # a missing package, or values of unexpected types
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
         if not self.samples_with(scheduler):
+            file = "" if name else "the model's scheduler_config.json names it: copy that file again, or "
             raise UsageError(
-                f"scheduler={name or class_name}: {self.pipeline_class} cannot sample with it; choose another, such as "
-                f"{self.example_scheduler}"
+                f"scheduler={name or class_name}: {self.pipeline_class} cannot sample with it; {file}choose another, "
+                f"such as {self.example_scheduler}"
             )
         return scheduler
 

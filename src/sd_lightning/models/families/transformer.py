@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd_lightning.models.families.architecture import Component, Part
 from sd_lightning.models.families.base import MASK, Family
-from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.conditioning import Conditioning, map_conditioning
 from sd_lightning.models.families.latents import vae_factor
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class TransformerFamily(Family):
         def encoded(captions: Sequence[str]) -> Any:
             ids = self.tokenize({"tokenizer": pipeline.tokenizer}, captions)
             on_device = {name: each.to(encoder.device) for name, each in ids.items()}
-            return self.prompt_embeds(self.embed({"text_encoder": encoder}, on_device))
+            embeddings = self.embed({"text_encoder": encoder}, on_device)
+            return self.prompt_embeds(map_conditioning(embeddings, lambda t: t.to(pipeline.transformer.dtype)))
 
         given = {"prompt_embeds": encoded(prompts)}
         if options["guidance_scale"] > self.no_guidance:

@@ -68,6 +68,15 @@ def test_captions_are_encoded_as_the_pipeline_encodes_them(model: LatentDiffusio
         assert torch.equal(one, other)
 
 
+def test_a_tokenizer_that_pads_in_front_changes_no_caption() -> None:
+    for name in TINY:
+        model = LatentDiffusion.build(name, seed=3)
+        model.tokenizers["tokenizer"].padding_side = "left"
+        made = model.family.prompt_embeds(encoded(model, PROMPTS))
+        for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_the_batch_never_changes_an_embedding(model: LatentDiffusion) -> None:
     for captions in (["", PROMPTS[0]], [PROMPTS[0], "one two three four five"]):
         together = model.family.prompt_embeds(encoded(model, captions))

@@ -308,6 +308,8 @@ class Family(ABC):
         for name in self.text_encoders:
             tokenizer = tokenizers[self.tokenizer_of(name)]
             length = {"padding": "max_length", "truncation": True, "max_length": self.max_length(tokenizer)}
+            if self.masks_padding:  # what is left out is the end; some published tokenizers pad in front
+                length["padding_side"] = "right"
             made = tokenizer(self.prompts(tokenizer, captions), **length, return_tensors="pt")
             found[name] = made.input_ids
             if self.has_attention_masks:

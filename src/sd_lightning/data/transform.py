@@ -314,10 +314,12 @@ class ImageOptions:
         """Check that a model takes images of these shapes.
 
         Raises:
-            UsageError: It cannot divide them.
+            UsageError: It cannot divide them, or they are too large.
         """
         setting = "bucket_reso_steps" if self.enable_bucket else "resolution"
         model.check_sizes(getattr(self, setting), setting=f"data.{setting}")
+        if self.enable_bucket:
+            model.check_sizes(max(map(max, self.shapes)), setting="data.max_bucket_reso")
 
     def check_cacheable(self) -> None:
         """Check that each image can be encoded once, and that all latents have one shape (``data.cache_latents``).

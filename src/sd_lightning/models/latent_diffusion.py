@@ -154,10 +154,17 @@ class LatentDiffusion(PipelineParts):
             who: What the message begins with.
 
         Raises:
-            UsageError: The VAE and the patches of the denoiser cannot divide one.
+            UsageError: The VAE and the patches of the denoiser cannot divide one, or it is too large.
         """
         multiple = self.family.size_multiple(self.vae.config)
+        denoiser_config: Any = self.denoiser.config
+        most = self.family.largest_side(self.vae.config, denoiser_config)
         for side in sides:
+            if most is not None and side > most:
+                raise UsageError(
+                    f"{who}{setting}={side}: this {type(self.denoiser).__name__} knows the positions of images with "
+                    f"sides of up to {most} pixels; write {setting}={most}"
+                )
             if side < multiple or side % multiple:
                 raise UsageError(
                     f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "

@@ -377,6 +377,10 @@ class Family(ABC):
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
 
+    def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int | None:
+        """Return the largest side of images, in pixels, whose positions the denoiser knows; None for no limit."""
+        return None
+
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are made from the result, and stores keep it.
 

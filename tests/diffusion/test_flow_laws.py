@@ -159,6 +159,8 @@ def test_what_the_scheduler_says_is_the_shift_unless_a_number_is_chosen() -> Non
     assert schedule(None, {"_class_name": FLUX["_class_name"], "use_dynamic_shifting": True}).shift == law
     solver = {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True, "flow_shift": 3.0}
     assert schedule(None, solver) == FlowSchedule(1000, 3.0, whole_timesteps=True)
+    assert Objective("flow").scheduler_overrides(solver)["flow_shift"] == 3.0, "sampled as it was trained"
+    assert Objective("flow").scheduler_overrides({})["flow_shift"] == 1.0
     for shift in (None, 2.0):  # a model that flow is new to
         assert schedule(shift, {"_class_name": "DDIMScheduler"}, "flow") == FlowSchedule(1000, shift or 1.0, True)
 

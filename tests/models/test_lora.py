@@ -1,6 +1,7 @@
 """Adapters: what is trained, and that files hold what was trained, for diffusers as for us."""
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,15 @@ def test_adapters_that_do_not_fit_a_base_are_refused_before_weights_are_read(
         with pytest.raises(UsageError, match=words) as refused:
             LatentDiffusion.from_pretrained(tmp_path / base, lora=tmp_path / f"{file}.safetensors")
         assert f"{file}.safetensors" in str(refused.value)
+
+
+def test_adapters_that_are_in_a_folder_are_not_added_again(tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny").save_pretrained(tmp_path)
+    write(adapted("tiny", Lora()), tmp_path / WEIGHTS_NAME)
+    shutil.copyfile(tmp_path / WEIGHTS_NAME, tmp_path / "copy.safetensors")
+    for name in (WEIGHTS_NAME, "copy.safetensors"):
+        with pytest.raises(UsageError, match=rf"lora=.*{name}: .* has these adapters already; leave lora out"):
+            LatentDiffusion.from_pretrained(tmp_path, lora=tmp_path / name)
 
 
 def test_targets_are_those_of_the_family_and_stars_are_numbers() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel, ZImagePipeline, ZImageTransformer2DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_keys import clip_layers, denoiser_layers, read_changes
@@ -184,6 +184,35 @@ def test_front_ends_and_diffusers_read_all_adapters_of_unets_and_clip(
         theirs = getattr(pipeline, name).state_dict()
         for key, value in merged_state_dict(network).items():
             assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_adapters_that_diffusers_leaves_out_are_told(front_end: FrontEnd, tmp_path: Path) -> None:
+    """Those of another family, all or a few of a file."""
+    files = {}
+    for name in ("tiny_klein", "tiny_z_image"):
+        model = LatentDiffusion.build(name, seed=1)
+        model.save_pretrained(tmp_path / name)
+        lora = Lora(rank=RANK).of_family(model.family)
+        base = {"transformer": {k: StreamedTensor.of(v.clone()) for k, v in model.denoiser.state_dict().items()}}
+        lora.apply_({"transformer": model.denoiser})
+        layers = randomize({"transformer": model.denoiser})
+        lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+        files[name] = tmp_path / f"{name}.safetensors"
+        tensors = front_end_tensors(LoraFile.read(tmp_path / WEIGHTS_NAME), base, model.family, front_end)
+        write_streamed(files[name], tensors)
+        LatentDiffusion.from_pretrained(tmp_path / name, lora=files[name])
+    for name, file in zip(files, reversed(files.values()), strict=True):
+        with pytest.raises(UsageError, match="these adapters do not fit the model"):
+            LatentDiffusion.from_pretrained(tmp_path / name, lora=file)
+    for name, file in files.items():
+        more = load_file(file)
+        prefix = "lora_te_" if front_end == "kohya" else "text_encoders."
+        for end in ("_down", "_up"):
+            more[f"{prefix}model_layers_0_mlp_up_proj.lora{end}.weight"] = torch.ones(RANK, RANK)
+        save_file(more, file)
+        with pytest.raises(UsageError, match="these adapters do not fit the model"):
+            LatentDiffusion.from_pretrained(tmp_path / name, lora=file)
 
 
 def test_a_layer_without_a_name_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import ImageOptions
-from sd_lightning.models import families
+from sd_lightning.models import families, loading
 from sd_lightning.models.families import sampling
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.generation import generate
@@ -69,6 +69,15 @@ def test_captions_are_encoded_as_the_pipeline_encodes_them(model: LatentDiffusio
     made = model.family.prompt_embeds(encoded(model, PROMPTS))
     for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_tokenizer_that_pads_in_front_changes_no_caption() -> None:
+    for name in TINY:
+        model = LatentDiffusion.build(name, seed=3)
+        model.tokenizers["tokenizer"].padding_side = "left"
+        made = model.family.prompt_embeds(encoded(model, PROMPTS))
+        for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_the_batch_never_changes_an_embedding(model: LatentDiffusion) -> None:
@@ -250,6 +259,20 @@ def test_sharded_weights_are_read_by_either_loader(name: str, tmp_path: Path) ->
     assert all(torch.equal(ids, model.tokenize(PROMPTS)[key]) for key, ids in loaded.tokenize(PROMPTS).items())
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_a_missing_chat_template_is_told_before_weights_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LatentDiffusion.build(name).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    monkeypatch.setattr(loading, "load_network", None)
+    for load in (LatentDiffusion.from_pretrained, LatentDiffusion.describe):
+        with pytest.raises(
+            UsageError, match=r"tokenizer: the tokenizer has no chat template.*copy its chat_template\.j"
+        ):
+            load(tmp_path)
+
+
 def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,6 +322,40 @@ def test_a_pipeline_of_another_size_is_told(tmp_path: Path) -> None:
         check_pretrained("klein_9b", str(tmp_path))
     with pytest.raises(UsageError, match="holds a Flux2KleinPipeline; write model=tiny_klein"):
         check_pretrained("z_image", str(tmp_path))
+
+
+@pytest.mark.parametrize("pipeline_class", families.FAMILIES)
+def test_architectures_of_a_family_are_told_apart(pipeline_class: str) -> None:
+    """By whole configurations, as files have them."""
+    known = families.FAMILIES[pipeline_class].architectures
+    for other in known:
+        model = LatentDiffusion.build(other, device="meta")
+        config: Any = model.denoiser.config
+        for name in known:
+            found = families.contradiction(name, pipeline_class, config)
+            assert (found and found[1]) == (None if name == other else other)
+        configs = {"vae_config": model.vae.config, "denoiser_config": model.denoiser.config}
+        model.family.check_sizes(model.resolution, **configs, setting="resolution")
+
+
+def test_sides_beyond_the_known_positions_are_refused(z_image: LatentDiffusion) -> None:
+    tiny, klein = (LatentDiffusion.build(name, device="meta") for name in ("tiny_z_image", "tiny_klein"))
+    for model, most in ((tiny, 512), (z_image, 8192)):
+        SamplingOptions(height=most, width=most).check(model)
+        with pytest.raises(
+            UsageError, match=rf"sampling got width={2 * most}: .* up to {most} pixels; write width={most}"
+        ):
+            SamplingOptions(width=2 * most).check(model)
+    SamplingOptions(height=1024).check(klein)
+    buckets = ImageOptions(resolution=512, enable_bucket=True, max_bucket_reso=1024)
+    with pytest.raises(UsageError, match=r"data\.max_bucket_reso=1024: .*; write data\.max_bucket_reso=512"):
+        buckets.check_model(tiny)
+    latents = torch.zeros(1, *tiny.latent_space.shape(512, 32))
+    real = LatentDiffusion.build("tiny_z_image")
+    known = encoded(real, PROMPTS[:1])
+    assert real.family.denoise(real.denoiser, latents, TIMES[:1], known).shape == latents.shape
+    with pytest.raises(IndexError):
+        real.family.denoise(real.denoiser, torch.cat([latents, latents], dim=2), TIMES[:1], known)
 
 
 def test_sides_that_patches_cannot_divide_are_refused(z_image: LatentDiffusion) -> None:

@@ -314,10 +314,15 @@ class ImageOptions:
         """Check that a model takes images of these shapes.
 
         Raises:
-            UsageError: It cannot divide them.
+            UsageError: It cannot divide them, or they are too large.
         """
         setting = "bucket_reso_steps" if self.enable_bucket else "resolution"
-        model.family.check_sizes(getattr(self, setting), vae_config=model.vae.config, setting=f"data.{setting}")
+        sides = {setting: getattr(self, setting)}
+        if self.enable_bucket:
+            sides["max_bucket_reso"] = max(map(max, self.shapes))
+        configs = {"vae_config": model.vae.config, "denoiser_config": model.denoiser.config}
+        for name, side in sides.items():
+            model.family.check_sizes(side, **configs, setting=f"data.{name}")
 
     def check_cacheable(self) -> None:
         """Check that each image can be encoded once, and that all latents have one shape (``data.cache_latents``).

@@ -314,7 +314,7 @@ class Flow(Prediction):
             "_class_name": "DPMSolverMultistepScheduler",
             "prediction_type": "flow_prediction",
             "use_flow_sigmas": True,
-            "flow_shift": 1.0,
+            "flow_shift": scheduler_config.get("flow_shift", 1.0),
             "final_sigmas_type": "zero",
             # The model's scheduler may have set one of these, which would take precedence.
             **dict.fromkeys(

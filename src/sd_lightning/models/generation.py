@@ -105,7 +105,8 @@ class SamplingOptions:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
         options = self.resolve(latent_diffusion.family, latent_diffusion.pipeline_options)
-        options.check_sizes(latent_diffusion.family, latent_diffusion.vae.config)
+        denoiser: Any = latent_diffusion.denoiser
+        options.check_sizes(latent_diffusion.family, latent_diffusion.vae.config, denoiser.config)
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
         options.check_steps(scheduler.config)
         of_size = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}  # the pipeline knows the number
@@ -120,11 +121,15 @@ class SamplingOptions:
                 f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
             ) from error
 
-    def check_sizes(self, family: Family, vae_config: Mapping[str, Any]) -> None:
-        """Refuse heights and widths that the VAE and the denoiser cannot divide; see :meth:`Family.check_sizes`."""
+    def check_sizes(
+        self, family: Family, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuse heights and widths that the model does not take; see :meth:`Family.check_sizes`."""
         for name in ("height", "width"):
             if (side := getattr(self, name)) is not None:
-                family.check_sizes(side, vae_config=vae_config, setting=name, who="sampling got ")
+                family.check_sizes(
+                    side, vae_config=vae_config, denoiser_config=denoiser_config, setting=name, who="sampling got "
+                )
 
     def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
         """Refuse more inference steps than training timesteps: some would be repeated, or lie between two of them.

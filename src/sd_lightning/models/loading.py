@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import filecmp
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -38,7 +40,7 @@ from sd_lightning.models.pipeline_folder import (
 )
 from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.storage.streamed_tensor import write_tensors
+from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
 TINY_VAE, TINY_TOKENIZER = ASSETS / "tiny" / "vae", ASSETS / "tiny" / "tokenizer"
@@ -136,6 +138,8 @@ def load_parts(
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
+    if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
+        raise UsageError(f"lora={lora}: {root} has these adapters already; leave lora out")
     files += [] if lora is None else [lora]
     if files:  # before weights are read
         on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
@@ -233,10 +237,17 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
     family = family_of(str(index.get("_class_name")), who=str(root))
     scheduler = read_scheduler(root / "scheduler" / "scheduler_config.json")
     records = {name: read_component(index, name, family, root) for name in family.parts}
+    tokenizers = {name: load_tokenizer(root / name, records[name]) for name in records if name not in family.networks}
+    for name, tokenizer in tokenizers.items():
+        if family.chat_template is not None and tokenizer.chat_template is None:
+            raise UsageError(
+                f"{root / name}: the tokenizer has no chat template, which a {family.pipeline_class} needs; "
+                "copy its chat_template.jinja, too"
+            )
     loaded = {name: load(name, records[name], family) for name in family.networks}
     return PipelineParts(
         networks={name: network for name, (network, _) in loaded.items()},
-        tokenizers={name: load_tokenizer(root / name, records[name]) for name in records if name not in loaded},
+        tokenizers=tokenizers,
         components={**{name: component for name, (_, component) in loaded.items()}, "scheduler": scheduler},
         pipeline_class=family.pipeline_class,
         pipeline_options={key: index.get(key, absent) for key, absent in family.stored_options.items()},
@@ -297,6 +308,14 @@ def _check_fits(parts: PipelineParts, file: Path, who: str) -> None:
         adapters = _read_adapters(parts, file)
     except Exception as error:  # as above
         raise _misfit(who, first_line(error)) from error
+    if not adapters:
+        raise _misfit(who, "the file has no LoRA adapter of them")
+    # Joined layers are several in diffusers, with as many rows in all.
+    rows = sum(each.shape[0] for key, each in tensors_in(file).items() if _UP_PROJECTION.search(key))
+    if (missing := rows - sum(up[0] for _, up in adapters.values())) > 0:
+        raise _misfit(
+            who, f"{missing} of the {rows} rows of its up projections are of layers that the model does not have"
+        )
     shapes = {
         f"{name}.{parts.components[name].file_keys([key])[key].removesuffix('.weight')}": tuple(value.shape)
         for name, network in parts.networks.items()
@@ -308,6 +327,9 @@ def _check_fits(parts: PipelineParts, file: Path, who: str) -> None:
             raise _misfit(who, f"the model has no layer {name}")
         if shape[1:] != down[1:] or shape[0] != up[0]:
             raise _misfit(who, f"{name} has the shape {shape}, not {(up[0], *down[1:])}")
+
+
+_UP_PROJECTION = re.compile(r"lora(_B|[._]up)(\.default)?\.weight$")
 
 
 def _read_adapters(parts: PipelineParts, file: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -157,6 +157,8 @@ class Family(ABC):
         for name in self.text_encoders:
             tokenizer = tokenizers[self.tokenizer_of(name)]
             length = {"padding": "max_length", "truncation": True, "max_length": self.max_length(tokenizer)}
+            if self.masks_padding:  # what is left out is the end; some published tokenizers pad in front
+                length["padding_side"] = "right"
             made = tokenizer(self.prompts(tokenizer, captions), **length, return_tensors="pt")
             found[name] = made.input_ids
             if self.has_attention_masks:
@@ -224,20 +226,38 @@ class Family(ABC):
         """Return the number of pixels of which the sides of images are multiples."""
         return SIZE_MULTIPLE
 
-    def check_sizes(self, *sides: int, vae_config: Mapping[str, Any], setting: str, who: str = "") -> None:
+    def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int | None:
+        """Return the largest side of images, in pixels, whose positions the denoiser knows; None for no limit."""
+        return None
+
+    def check_sizes(
+        self,
+        *sides: int,
+        vae_config: Mapping[str, Any],
+        denoiser_config: Mapping[str, Any] | None = None,
+        setting: str,
+        who: str = "",
+    ) -> None:
         """Check that a model takes images of some sides, in pixels.
 
         Args:
             *sides: Heights and widths.
             vae_config: Of the model's VAE.
+            denoiser_config: Of its denoiser, which may know only so many positions; None does not look at it.
             setting: The setting of the sides, for the message.
             who: What the message begins with.
 
         Raises:
-            UsageError: The VAE and the patches of the denoiser cannot divide one.
+            UsageError: The VAE and the patches of the denoiser cannot divide one, or it is too large.
         """
         multiple = self.size_multiple(vae_config)
+        most = None if denoiser_config is None else self.largest_side(vae_config, denoiser_config)
         for side in sides:
+            if most is not None and side > most:
+                raise UsageError(
+                    f"{who}{setting}={side}: the {self.denoiser} of this {self.pipeline_class} knows the positions of "
+                    f"images with sides of up to {most} pixels; write {setting}={most}"
+                )
             if side < multiple or side % multiple:
                 raise UsageError(
                     f"{who}{setting}={side}: a {self.pipeline_class} of this VAE takes images with sides that are "

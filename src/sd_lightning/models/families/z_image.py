@@ -64,6 +64,9 @@ class ZImage(TransformerFamily):
         feats = self.hidden_states(text_encoders, input_ids)[-2]
         return {"cap_feats": feats, "cap_mask": input_ids[f"text_encoder{MASK}"].to(feats.dtype)}
 
+    def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
+        return int(min(denoiser_config["axes_lens"][1:])) * self.size_multiple(vae_config)
+
     def image_tokens(self, height: int, width: int) -> int:
         return height * width // self.patch_size**2
 
@@ -126,7 +129,7 @@ class ZImage(TransformerFamily):
         "z_image": Architecture(
             pipeline_class,
             networks={
-                "transformer": Component("diffusers", "ZImageTransformer2DModel"),
+                "transformer": Component("diffusers", "ZImageTransformer2DModel", {"dim": 3840}),
                 "vae": vae(
                     latent_channels=16,
                     scaling_factor=0.3611,

@@ -35,11 +35,8 @@ _JOINED = {
     "attention.to_out.0": "attention.out",
     **{name: name for name in ("adaLN_modulation.0", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")},
 }
-_LORA_NAMES = LoraNames(
-    comfyui=block_names("layers", "layers", _JOINED)
-    | block_names("noise_refiner", "noise_refiner", _JOINED)
-    | block_names("context_refiner", "context_refiner", _JOINED)
-)
+_BLOCKS = ("layers", "noise_refiner", "context_refiner")
+_LORA_NAMES = LoraNames(comfyui={k: v for each in _BLOCKS for k, v in block_names(each, each, _JOINED).items()})
 """``ZImageTransformer2DModel``: musubi-tuner has diffusers' names, ComfyUI joins queries, keys and values."""
 
 

@@ -63,7 +63,7 @@ def test_the_preset_trains_with_the_settings_of_the_table(
     assert (run.resolution, run.precision, run.gradient_checkpointing) == (512, planned.precision, True)
     assert not run.averages and (run.lora is None) == (planned.lora is None)
     if run.lora is not None:
-        assert run.lora.rank == planned.lora.rank and tuple(run.lora.target_modules) == planned.lora.target_modules
+        assert (run.lora.rank, run.lora.target_modules) == (planned.lora.rank, planned.lora.target_modules)
     assert target_of(spec.optimizer) is planned.optimizer.func
 
 

@@ -18,6 +18,7 @@ from sd_lightning import SDDataModule
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import SourceSubset
+from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.remote.encoders import RayEncoders
 from square_data import Squares, tokenize
@@ -25,7 +26,7 @@ from square_data import Squares, tokenize
 
 def digits(loaders: RayEncoders | None = None) -> SDDataModule:
     """Five batches of digits and a remainder, cropped at random; 16 held out."""
-    source = small._digits()
+    source = small._digits(Digits)
     return SDDataModule(
         SourceSubset(source, range(small.BATCH_SIZE * small.STEPS_PER_EPOCH + 3)),
         SourceSubset(source, range(100, 116)),

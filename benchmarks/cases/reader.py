@@ -20,9 +20,9 @@ import torch
 from sd_lightning.data.order import EpochOrder
 from sd_lightning.data.store.encoding import latent_file
 from sd_lightning.data.store.files import name_of
-from sd_lightning.data.store.sample_file import Sample, SampleRows
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, Recipe, SampleEntry
 from sd_lightning.data.store.reader import StoreReader
+from sd_lightning.data.store.sample_file import Sample, SampleRows
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.object_store import open_location
 from timing import interleaved, ratios

@@ -189,7 +189,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "encoders": summary.get("encoders"),
         "plan": summary["plan"] and _line_of_plan(summary["plan"]),
         "bad samples": bad and f"{bad} left out, named in summary.json",
-        "pictures": f"{run_dir}/samples/",
+        "pictures": (run_dir / "samples").is_dir() and f"{run_dir}/samples/",
         "pipeline": f"{pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",
         "report": f"{run_dir}/report.html",
     }

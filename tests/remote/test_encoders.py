@@ -334,7 +334,9 @@ def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None
             if len(arrivals) == 30:
                 loaders._waits.clear()  # the others have started
             time.sleep(step)
-        measured, expected = (arrivals[60] - arrivals[30]) / 30, max(step, 0.3 / number)
+        # A pause of the machine spoils one half.
+        measured = min((arrivals[begin + 15] - arrivals[begin]) / 15 for begin in (30, 45))
+        expected = max(step, 0.3 / number)
         assert measured == pytest.approx(expected, rel=0.05)
         shares = [int(share) / 100 for share in re.findall(r"(\d+)%", loaders.waits() or "")]
         assert shares[0] == pytest.approx(1 - step / expected, abs=0.1), "waited for encoders"

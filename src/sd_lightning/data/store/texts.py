@@ -3,7 +3,8 @@
 Embeddings are larger than pictures, so equal captions are encoded and stored once, whoever has them. A *text file* has
 a row for each of some captions, known by a hash of its words. A *file of places* says for every caption of a sample
 file in which text file and row its embeddings are. The folder of both is named for the text encoders, a text file for
-its captions, and a file of places for those of the sample file: that is all they depend on, so they are never stale.
+its captions, so that neither is ever stale. A file of places is named for those of the sample file; it is written again
+if they are found in other text files.
 """
 
 from __future__ import annotations

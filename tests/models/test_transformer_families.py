@@ -66,7 +66,7 @@ def ours(
 
 
 def test_captions_are_encoded_as_the_pipeline_encodes_them(model: LatentDiffusion) -> None:
-    made = model.family.prompt_embeds(encoded(model, PROMPTS))
+    made = model.family.prompt_options(encoded(model, PROMPTS))["prompt_embeds"]
     for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
         assert torch.equal(one, other)
 
@@ -75,16 +75,16 @@ def test_a_tokenizer_that_pads_in_front_changes_no_caption() -> None:
     for name in TINY:
         model = LatentDiffusion.build(name, seed=3)
         model.tokenizers["tokenizer"].padding_side = "left"
-        made = model.family.prompt_embeds(encoded(model, PROMPTS))
+        made = model.family.prompt_options(encoded(model, PROMPTS))["prompt_embeds"]
         for one, other in zip(made, theirs(model.pipeline(), PROMPTS), strict=True):
             torch.testing.assert_close(one, other)
 
 
 def test_the_batch_never_changes_an_embedding(model: LatentDiffusion) -> None:
     for captions in (["", PROMPTS[0]], [PROMPTS[0], "one two three four five"]):
-        together = model.family.prompt_embeds(encoded(model, captions))
+        together = model.family.prompt_options(encoded(model, captions))["prompt_embeds"]
         for caption, one in zip(captions, together, strict=True):
-            torch.testing.assert_close(one, model.family.prompt_embeds(encoded(model, [caption]))[0])
+            torch.testing.assert_close(one, model.family.prompt_options(encoded(model, [caption]))["prompt_embeds"][0])
     assert len(model.tokenize(["three"])["text_encoder"][0]) == 16
 
 
@@ -130,7 +130,7 @@ def test_the_denoiser_gets_what_the_pipeline_gives_it(model: LatentDiffusion) ->
     pipeline: Any = model.pipeline()
     latents = torch.randn(2, *model.latent_space.shape(32, 48))
     known = encoded(model, PROMPTS)
-    embeds = model.family.prompt_embeds(known)
+    embeds = model.family.prompt_options(known)["prompt_embeds"]
     given = {"prompt_embeds": embeds, "height": 32, "width": 48, "guidance_scale": 0.0, "num_inference_steps": 2}
     pipeline(**given, latents=latents, output_type="latent")
     hook.remove()
@@ -166,7 +166,7 @@ def test_captions_of_any_length_are_denoised_as_a_list(lengths: tuple[int, int])
 def test_half_precision_keeps_the_lengths_of_captions() -> None:
     mask = (torch.arange(512) < torch.tensor([[301], [257]])).bfloat16()
     found: Any = families.FAMILIES["ZImagePipeline"]
-    kept = found.prompt_embeds({"cap_feats": torch.zeros(2, 512, 1), "cap_mask": mask})
+    kept = found.prompt_options({"cap_feats": torch.zeros(2, 512, 1), "cap_mask": mask})["prompt_embeds"]
     assert [len(each) for each in kept] == [301, 257]
 
 

@@ -19,11 +19,14 @@ from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
-    TransformerFamily,
+    ChatFamily,
     flow_euler,
+    image_positions,
     qwen3,
     qwen3_4b,
     tiny_qwen3,
+    to_latents,
+    to_tokens,
 )
 from sd_lightning.models.families.vae import TINY_VAE_CONFIG
 
@@ -59,7 +62,7 @@ def transformer(heads: int, double_layers: int, single_layers: int, text_width: 
     return Component("diffusers", "Flux2Transformer2DModel", own | config)
 
 
-class Flux2Klein(TransformerFamily):
+class Flux2Klein(ChatFamily):
     """Flux.2-klein. All tokens of a caption are the denoiser's input, padding too; its text encoder masks padding.
 
     Its pipelines draw with the shift of ``compute_empirical_mu``, which also depends on the number of inference steps;
@@ -109,9 +112,8 @@ class Flux2Klein(TransformerFamily):
         states = self.hidden_states(text_encoders, input_ids)
         return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
 
-    def prompt_embeds(self, conditioning: Conditioning) -> Tensor:
-        embeds: Tensor = conditioning["encoder_hidden_states"]
-        return embeds
+    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
+        return {"prompt_embeds": conditioning["encoder_hidden_states"]}
 
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
@@ -120,21 +122,18 @@ class Flux2Klein(TransformerFamily):
         text = conditioning["encoder_hidden_states"]
         device = noisy_latents.device
         # Positions (time, row, column, token): an image has rows and columns, a caption tokens.
-        image_ids = torch.zeros(height, width, 4, device=device)
-        image_ids[..., 1] = torch.arange(height, device=device)[:, None]
-        image_ids[..., 2] = torch.arange(width, device=device)
         text_ids = torch.zeros(text.shape[1], 4, device=device)
         text_ids[:, 3] = torch.arange(text.shape[1], device=device)
         packed: Tensor = denoiser(
-            hidden_states=noisy_latents.flatten(2).mT,
+            hidden_states=to_tokens(noisy_latents, 1),
             timestep=timesteps.expand(count) / 1000,
             guidance=None,
             encoder_hidden_states=text,
             txt_ids=text_ids,
-            img_ids=image_ids.flatten(0, 1),
+            img_ids=image_positions(height, width, 4, device),
             return_dict=False,
         )[0]
-        return packed.mT.unflatten(2, (height, width))
+        return to_latents(packed, height, width, 1)
 
     scheduler = flow_euler(shift=3.0, use_dynamic_shifting=True)
     vae = Component("diffusers", "AutoencoderKLFlux2", {"latent_channels": 32, "sample_size": 1024})

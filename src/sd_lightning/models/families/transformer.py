@@ -1,4 +1,4 @@
-"""Base of the families with a transformer, flow matching and a chat model as text encoder."""
+"""Bases of the families with a transformer and flow matching, and of those with a chat model as text encoder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning.models.families.architecture import Component, Part
@@ -54,34 +55,97 @@ def tiny_qwen3(layers: int, *, class_name: str = "Qwen3ForCausalLM") -> Componen
     return Component("transformers", class_name, {k: v for k, v in component.config.items() if k != "vocab_size"})
 
 
+def to_tokens(latents: Tensor, size: int) -> Tensor:
+    """Return latents (B, C, h, w) as tokens (B, h/size * w/size, C * size²): patches, row by row."""
+    return F.pixel_unshuffle(latents, size).flatten(2).mT
+
+
+def to_latents(tokens: Tensor, height: int, width: int, size: int) -> Tensor:
+    """Return what :func:`to_tokens` was given: latents (B, C, height, width)."""
+    return F.pixel_shuffle(tokens.mT.unflatten(2, (height // size, width // size)), size)
+
+
+def image_positions(rows: int, columns: int, axes: int, device: torch.device) -> Tensor:
+    """Return positions (rows * columns, axes) of an image's tokens: 0, row, column, and 0 on further axes."""
+    positions = torch.zeros(rows, columns, axes, device=device)
+    positions[..., 1] = torch.arange(rows, device=device)[:, None]
+    positions[..., 2] = torch.arange(columns, device=device)
+    return positions.flatten(0, 1)
+
+
 class TransformerFamily(Family):
-    """Base of a family with one chat model as text encoder.
+    """Base of a family with a transformer, trained by flow matching.
 
     Captions are encoded for pipelines by what encodes them for training, so that both see the same.
     """
 
     denoiser = "transformer"
-    trains_text_encoders = False
-    has_attention_masks = True
     example_scheduler = FLOW_EULER
     num_inference_steps = 50
     guidance_scale = 4.0
-    max_sequence_length = 512  # chat models read far more than pipelines give them
-    # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
-    chat_template = (
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
-    )
+    guidance_option: str = "guidance_scale"
+    """The pipeline's argument for the scale of classifier-free guidance."""
     patch_size = 2
     """Pixels of the VAE's latents along one side that are one token."""
-    enable_thinking: bool = False
-    """Whether the pipeline's prompts leave thinking on."""
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return int(components["vae"].config["sample_size"])
 
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         return vae_factor(vae_config) * self.patch_size
+
+    def samples_with(self, scheduler: Any) -> bool:
+        """Return whether it is the scheduler that the pipelines give their own sigmas to."""
+        return type(scheduler).__name__ == FLOW_EULER
+
+    @abstractmethod
+    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
+        """Return encoded captions as arguments of the pipeline; "negative_" goes before those of guidance."""
+
+    def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
+        """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""
+        encoders = {name: each for name in self.text_encoders if (each := getattr(pipeline, name)) is not None}
+        tokenizers = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
+        device = next(iter(encoders.values())).device
+        ids = map_conditioning(self.tokenize(tokenizers, captions), lambda t: t.to(device))
+        embeddings = self.embed(encoders, ids)
+        return self.prompt_options(map_conditioning(embeddings, lambda t: t.to(pipeline.transformer.dtype)))
+
+    def draw(
+        self,
+        pipeline: Any,
+        prompts: Sequence[str],
+        *,
+        negative_prompt: str,
+        generators: list[torch.Generator],
+        **options: Any,
+    ) -> list[Image.Image]:
+        guidance_scale = options.pop("guidance_scale")
+        given = self.encode_prompts(pipeline, prompts)
+        if guidance_scale > self.no_guidance:
+            negative = self.encode_prompts(pipeline, [negative_prompt] * len(prompts))
+            given |= {f"negative_{name}": value for name, value in negative.items()}
+        given[self.guidance_option] = guidance_scale
+        configs = {"vae": Component("diffusers", "", dict(pipeline.vae.config))}
+        side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
+        size = {name: options.pop(name) or side for name in ("height", "width")}
+        images: list[Image.Image] = pipeline(**given, generator=generators, **size, **options).images
+        return images
+
+
+class ChatFamily(TransformerFamily):
+    """Base of a family with one chat model as text encoder, which stays frozen."""
+
+    trains_text_encoders = False
+    has_attention_masks = True
+    max_sequence_length = 512  # chat models read far more than pipelines give them
+    # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
+    chat_template = (
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
+    )
+    enable_thinking: bool = False
+    """Whether the pipeline's prompts leave thinking on."""
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
         """Return the captions as a user's messages, by the tokenizer's chat template."""
@@ -101,36 +165,3 @@ class TransformerFamily(Family):
         output = text_encoders["text_encoder"].base_model(ids, **options)
         states: tuple[Tensor, ...] = output.hidden_states
         return states
-
-    def samples_with(self, scheduler: Any) -> bool:
-        """Return whether it is the scheduler that the pipelines give their own sigmas to."""
-        return type(scheduler).__name__ == FLOW_EULER
-
-    @abstractmethod
-    def prompt_embeds(self, conditioning: Conditioning) -> Any:
-        """Return encoded captions as the pipeline takes them for ``prompt_embeds``."""
-
-    def draw(
-        self,
-        pipeline: Any,
-        prompts: Sequence[str],
-        *,
-        negative_prompt: str,
-        generators: list[torch.Generator],
-        **options: Any,
-    ) -> list[Image.Image]:
-        encoder = pipeline.text_encoder
-
-        def encoded(captions: Sequence[str]) -> Any:
-            ids = self.tokenize({"tokenizer": pipeline.tokenizer}, captions)
-            on_device = {name: each.to(encoder.device) for name, each in ids.items()}
-            embeddings = self.embed({"text_encoder": encoder}, on_device)
-            return self.prompt_embeds(map_conditioning(embeddings, lambda t: t.to(pipeline.transformer.dtype)))
-
-        given = {"prompt_embeds": encoded(prompts)}
-        if options["guidance_scale"] > self.no_guidance:
-            given["negative_prompt_embeds"] = encoded([negative_prompt] * len(prompts))
-        side = int(pipeline.vae.config.sample_size)  # of their own, the pipelines draw 1024 pixels and others
-        size = {name: options.pop(name) or side for name in ("height", "width")}
-        images: list[Image.Image] = pipeline(**given, generator=generators, **size, **options).images
-        return images

@@ -20,7 +20,7 @@ from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
-    TransformerFamily,
+    ChatFamily,
     flow_euler,
     qwen3_4b,
     tiny_qwen3,
@@ -40,7 +40,7 @@ _LORA_NAMES = LoraNames(comfyui={k: v for each in _BLOCKS for k, v in block_name
 """``ZImageTransformer2DModel``: musubi-tuner has diffusers' names, ComfyUI joins queries, keys and values."""
 
 
-class ZImage(TransformerFamily):
+class ZImage(ChatFamily):
     """Z-Image. Padding of captions is dropped: the denoiser takes a list of captions of several lengths."""
 
     pipeline_class = "ZImagePipeline"
@@ -67,9 +67,10 @@ class ZImage(TransformerFamily):
     def image_tokens(self, height: int, width: int) -> int:
         return height * width // self.patch_size**2
 
-    def prompt_embeds(self, conditioning: Conditioning) -> list[Tensor]:
+    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
-        return [feats[:length] for feats, length in zip(conditioning["cap_feats"], lengths, strict=True)]
+        feats = zip(conditioning["cap_feats"], lengths, strict=True)
+        return {"prompt_embeds": [each[:length] for each, length in feats]}
 
     def denoise(
         self, denoiser: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
@@ -82,7 +83,7 @@ class ZImage(TransformerFamily):
         lengths = {feats.shape[1]} if mask.is_meta else {*mask.sum(1).tolist()}
         length = max(lengths) + -max(lengths) % MULTIPLE
         if min(lengths) <= length - MULTIPLE:
-            given, captions = list(images), self.prompt_embeds(dict(conditioning))
+            given, captions = list(images), self.prompt_options(dict(conditioning))["prompt_embeds"]
             methods = _stacked(denoiser)
         else:
             missing = length - feats[:, :length].shape[1]

@@ -15,7 +15,7 @@ from sd_lightning.data.store.texts import text_kind
 from sd_lightning.models.generation import generate
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.loading import check_pretrained
-from sd_lightning.models.lora import Lora
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
 from sd_lightning.planner.passes import inference_bytes
 
 PROMPTS = ["a handwritten three", "a drawing of a eight"]
@@ -82,6 +82,30 @@ def test_adapters_of_text_encoders_are_those_of_clip() -> None:
     adapted = {name.partition(".")[0] for name, p in module.named_parameters() if p.requires_grad}
     assert adapted == {"transformer", *CLIPS}
     assert not any("lora" in name for name, _ in model.networks["text_encoder_3"].named_parameters())
+
+
+def test_diffusers_loads_adapters_of_denoiser_and_clip(whole: Path, tmp_path: Path) -> None:
+    model, lora = LatentDiffusion.from_pretrained(whole), Lora(rank=2)
+    module = SDLightningModule(model, optimizer=small.adamw, train_text_encoder=True, lora=lora)
+    networks = module.trained_networks()
+    torch.manual_seed(0)
+    layers: dict[str, Any] = {}
+    for name, network in networks.items():
+        for key, parameter in network.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(parameter, std=0.2)
+        layers[name] = {key: value for key, value in network.state_dict().items() if is_adapter(key)}
+    lora.of_family(model.family).write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    pipeline: Any = LatentDiffusion.from_pretrained(whole).pipeline()
+    pipeline.load_lora_weights(tmp_path)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    for name, network in networks.items():
+        theirs = getattr(pipeline, name).state_dict()
+        for key, value in merged_state_dict(network).items():
+            torch.testing.assert_close(value, theirs[key], atol=1e-6, rtol=0)
+    loaded = LatentDiffusion.from_pretrained(whole, lora=tmp_path / WEIGHTS_NAME)
+    torch.testing.assert_close(loaded.denoiser.state_dict(), merged_state_dict(model.denoiser), atol=1e-6, rtol=0)
 
 
 def test_a_token_is_not_learned_beside_a_frozen_encoder() -> None:

@@ -3,7 +3,8 @@
 ComfyUI 17358c8 (`comfy/lora.py`, `comfy/utils.py`, `comfy/weight_adapter/lora.py`): `model_lora_keys_unet` accepts
 `lora_unet_` with the names of its own networks, and for UNets with diffusers'; `model_lora_keys_clip` CLIP's layers.
 sd-scripts 48d368f (`networks/lora.py`, `networks/lora_sd3.py`) and musubi-tuner 30c658c (`networks/lora_flux_2.py`,
-`lora_zimage.py`): layers of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if the file has no `alpha`.
+`lora_zimage.py`): layers of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if the
+file has no `alpha`.
 """
 
 import re

@@ -122,10 +122,11 @@ class TransformerFamily(Family):
     ) -> list[Image.Image]:
         guidance_scale = options.pop("guidance_scale")
         given = self.encode_prompts(pipeline, prompts)
-        if guidance_scale > self.no_guidance:
+        is_embedded = self.embeds_guidance(pipeline.transformer.config)
+        if guidance_scale > self.no_guidance and not is_embedded:
             negative = self.encode_prompts(pipeline, [negative_prompt] * len(prompts))
             given |= {f"negative_{name}": value for name, value in negative.items()}
-        given[self.guidance_option] = guidance_scale
+        given["guidance_scale" if is_embedded else self.guidance_option] = guidance_scale
         configs = {"vae": Component("diffusers", "", dict(pipeline.vae.config))}
         side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
         size = {name: options.pop(name) or side for name in ("height", "width")}

@@ -386,7 +386,7 @@ def test_a_model_whose_scheduler_draws_no_flow_is_not_trained() -> None:
 @pytest.mark.parametrize("options", [{"train_text_encoder": True}, {"learned_token": LearnedToken("S*")}])
 def test_chat_models_are_not_trained(options: Any) -> None:
     model = LatentDiffusion.build("tiny_z_image")
-    with pytest.raises(UsageError, match="whose text encoder is a chat model that stays frozen; leave"):
+    with pytest.raises(UsageError, match="whose text_encoder is a language model that stays frozen; leave"):
         SDLightningModule(model, optimizer=small.adamw, **options)
 
 

@@ -176,8 +176,7 @@ def build_module(spec: RunSpec) -> SDLightningModule:
     """Build the model, wrap it for training, and apply the speed switches."""
     grows = spec.learned_token is not None  # a row is added to the weights that the text encoder's file holds
     trains_texts = spec["module.train_text_encoder"] and not grows
-    deferred = ("denoiser", "text_encoders") if trains_texts else ("denoiser",)
-    module = wrap(spec, spec.load_model(deferred=deferred))
+    module = wrap(spec, spec.load_model(deferred=("trainable" if trains_texts else "denoiser",)))
     if spec.starts_from_lightning:
         checkpoint.load_lightning_checkpoint(spec["init_from"], module)
     spec.speed.apply_(module.trained_networks(), None if spec.recomputation is None else spec.recomputation.kept)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,24 @@ class LatentEncoder:
     @property
     def networks(self) -> list[nn.Module]:
         """The frozen networks."""
-        frozen = [] if self.train_text_encoder else list(self._model.text_encoders.values())
-        return [self._model.vae, *frozen]
+        return [self._model.vae, *self._texts.values()]
+
+    @property
+    def _texts(self) -> dict[str, nn.Module]:
+        """The frozen text encoders."""
+        frozen = self._model.family.frozen
+        texts = self._model.text_encoders
+        return {name: each for name, each in texts.items() if name in frozen or not self.train_text_encoder}
+
+    @property
+    def beside_trained(self) -> dict[str, Any]:
+        """What computes like the frozen text encoders, for the trained ones' captions; no gradient goes through."""
+        return {name: partial(self._without_gradient, network) for name, network in self._texts.items()}
+
+    @torch.no_grad()
+    def _without_gradient(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self._at_work([network]):
+            return network(*args, **kwargs)
 
     def to(self, device: torch.device) -> LatentEncoder:
         """Set the device to encode on; move the frozen networks there, or to host memory if offloaded."""
@@ -135,8 +151,7 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
-        texts = {} if self.train_text_encoder else self._model.text_encoders
-        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
+        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **self._texts}.items()}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,

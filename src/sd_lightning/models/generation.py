@@ -197,9 +197,8 @@ def generate(
     for network in networks:
         if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places its weights itself
             network.to(device)
-    family = latent_diffusion.family  # chat models are called by it, and their embeddings cast
-    texts = () if family.trains_text_encoders else family.text_encoders
-    dtypes = {next(each.parameters()).dtype for name, each in latent_diffusion.networks.items() if name not in texts}
+    frozen = latent_diffusion.family.frozen  # the family calls them, and casts their embeddings
+    dtypes = {next(each.parameters()).dtype for name, each in latent_diffusion.networks.items() if name not in frozen}
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     images: list[Image.Image] = []
     vae = latent_diffusion.vae

@@ -76,8 +76,9 @@ class LatentDiffusion(PipelineParts):
             variant: File variant, e.g. "fp16".
             vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
             deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
-                process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all";
-                names that the pipeline does not have are ignored, and all are if there are adapters to merge.
+                process reads the weights that it keeps. Names of networks, or "denoiser", "text_encoders",
+                "trainable" or "all"; names that the pipeline does not have are ignored, and all are if there are
+                adapters to merge.
             lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights.
 
         Raises:

@@ -160,8 +160,7 @@ def load_parts(
         if name in family.named(deferred) and not files:
             network, described, weights[name] = defer_network(component, root / name, variant=variant)
             return network, described
-        is_frozen = family.is_text_encoder(name) and not family.trains_text_encoders
-        return load_network(component, root / name, variant=variant, as_saved=is_frozen)
+        return load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
 
     parts = _from_folder(root, load)
     parts.deferred = weights

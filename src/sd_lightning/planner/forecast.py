@@ -291,10 +291,9 @@ class Forecaster:
         return {name: sum(p.numel() for p in network.parameters()) for name, network in self.subject.networks.items()}
 
     def _read_width(self, name: str) -> int:
-        """Return the bytes per weight of a frozen network while it is read: chat models stay in 16 bits."""
+        """Return the bytes per weight of a frozen network while it is read: language models stay in 16 bits."""
         family = self._given.family if isinstance(self._given, LatentDiffusion) else None
-        is_chat_model = family is not None and family.is_text_encoder(name) and not family.trains_text_encoders
-        return _FLOAT_BYTES // (2 if is_chat_model else 1)
+        return _FLOAT_BYTES // (2 if family is not None and name in family.frozen else 1)
 
     @cached_property
     def _encoder_bytes(self) -> int:

@@ -36,8 +36,8 @@ def _inputs(model: LatentDiffusion, count: int, height: int, width: int) -> tupl
 
 def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype) -> dict[str, nn.Module]:
     """Return copies of the trained networks on the meta device, in execution order, with LoRA if it is configured."""
-    names = [*(model.text_encoders if run.train_text_encoder else ()), model.family.denoiser]
-    networks = meta_networks(model, names)
+    trained = model.family.trainable if run.train_text_encoder else (model.family.denoiser,)
+    networks = meta_networks(model, trained)
     for network in networks.values():
         network.requires_grad_(True).train()
     if run.lora is not None:
@@ -45,7 +45,8 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
             run.lora.of_family(model.family).apply_(networks)
     if run.train_text_encoder:
         for name, unused in unused_parameters(model).items():
-            freeze_unused(networks[name], unused)
+            if name in networks:
+                freeze_unused(networks[name], unused)
     for network in networks.values():
         cast(network, dtype)
         if run.gradient_checkpointing:
@@ -77,6 +78,9 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
     networks = trained_networks(model, run, dtype)
     denoiser = networks[model.family.denoiser]
     encoders = {name: network for name, network in networks.items() if network is not denoiser}
+    if encoders:
+        frozen = meta_networks(model, [name for name in model.family.frozen if name in model.networks])
+        encoders |= {name: cast(network, run.encoder_dtype).requires_grad_(False) for name, network in frozen.items()}
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
 
     batch, made = _inputs(model, PRIME, run.resolution, run.resolution)

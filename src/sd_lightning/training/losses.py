@@ -25,15 +25,19 @@ class DiffusionLoss:
         latent_diffusion: The model.
         objective: For this model: :meth:`Objective.resolve`.
         seed: Seed of noise and timesteps.
+        frozen: Text encoders beside trained ones; see :attr:`LatentEncoder.beside_trained`.
     """
 
-    def __init__(self, latent_diffusion: LatentDiffusion, objective: Objective, *, seed: int) -> None:
+    def __init__(
+        self, latent_diffusion: LatentDiffusion, objective: Objective, *, seed: int, frozen: Networks | None = None
+    ) -> None:
         denoiser: Any = latent_diffusion.denoiser
         if objective.guidance_scale is not None and not latent_diffusion.family.embeds_guidance(denoiser.config):
             raise UsageError(
                 f"Objective got guidance_scale={objective.guidance_scale}, and the {latent_diffusion.family.denoiser} "
                 f"of this {latent_diffusion.pipeline_class} does not take it; set objective.guidance_scale=null"
             )
+        self._frozen = frozen or {}
         self._model = latent_diffusion
         self._objective = objective
         self._seed = seed
@@ -75,7 +79,7 @@ class DiffusionLoss:
         encoded = batch.get("wrong_conditioning") if wrong else batch.get("conditioning")
         if encoded is not None:
             return encoded
-        encoders = {name: networks[name] for name in self._model.text_encoders if name in networks}
+        encoders = {**self._frozen, **networks}
         input_ids = batch["wrong_input_ids"] if wrong else batch["input_ids"]
         return self._model.condition(encoders, {**batch, "input_ids": input_ids})
 

@@ -103,10 +103,10 @@ class SDLightningModule(pl.LightningModule):
             learned_token.apply_(latent_diffusion)
         self.latent_diffusion = latent_diffusion
         self.objective = (objective or Objective()).resolve(latent_diffusion.scheduler_config)
-        self._losses = DiffusionLoss(latent_diffusion, self.objective, seed=seed)
         self.encoder = LatentEncoder(
             latent_diffusion, train_text_encoder=has_text, dtype=encoder_dtype, offload=offload_encoders
         )
+        self._losses = DiffusionLoss(latent_diffusion, self.objective, seed=seed, frozen=self.encoder.beside_trained)
         self.seed = seed
         self.text_encoder_lr = text_encoder_lr
         self.lora = lora and lora.of_family(latent_diffusion.family)
@@ -118,10 +118,9 @@ class SDLightningModule(pl.LightningModule):
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
         latent_diffusion.sampling_scheduler()  # raises if no pipeline could draw what is trained
         self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
-        text_encoders = latent_diffusion.text_encoders if has_text else {}
-        self._text_encoder_names = tuple(text_encoders)
-        for name, network in text_encoders.items():
-            self.add_module(name, network)
+        self._text_encoder_names = latent_diffusion.family.trainable[:-1] if has_text else ()
+        for name in self._text_encoder_names:
+            self.add_module(name, latent_diffusion.networks[name])
         frozen = latent_diffusion.deferred.keys() - self.trained_networks().keys()
         if frozen:
             raise UsageError(

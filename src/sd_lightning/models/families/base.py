@@ -59,8 +59,8 @@ class Family(ABC):
     """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
-    trains_text_encoders: bool = True
-    """Whether text encoders may be trained; chat models are too large, and made for more than captions."""
+    frozen: tuple[str, ...] = ()
+    """Text encoders that are never trained: chat models and T5 are too large, and made for more than captions."""
     has_attention_masks: bool = False
     """Whether :meth:`tokenize` gives, beside ids, where they are no padding."""
     max_sequence_length: int | None = None
@@ -97,9 +97,15 @@ class Family(ABC):
         """Names of all networks."""
         return tuple(name for name in self.parts if not name.startswith("tokenizer"))
 
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the networks that may be trained, in execution order."""
+        return *(name for name in self.text_encoders if name not in self.frozen), self.denoiser
+
     def named(self, names: Iterable[str]) -> set[str]:
-        """Return the networks that names and the roles "denoiser", "text_encoders" and "all" stand for."""
+        """Return the networks that names and the roles "denoiser", "text_encoders", "trainable", "all" stand for."""
         roles = {"all": self.networks, "denoiser": (self.denoiser,), "text_encoders": self.text_encoders}
+        roles["trainable"] = self.trainable
         return {network for name in names for network in roles.get(name, (name,))}
 
     @staticmethod
@@ -124,18 +130,18 @@ class Family(ABC):
         """Check that text encoders may be trained, if they are, or if a token is learned.
 
         Raises:
-            UsageError: They are chat models.
+            UsageError: All stay frozen; or one does, which would not know the token.
         """
-        if (train_text_encoder or learns_token) and not self.trains_text_encoders:
-            given, setting = (
-                ("train_text_encoder=true", "train_text_encoder (of train: module.train_text_encoder)")
-                if train_text_encoder
-                else ("a learned_token", "learned_token (of dreambooth: learn_token)")
-            )
-            raise UsageError(
-                f"SDLightningModule got {given} and a {self.pipeline_class}, whose text encoder is a chat model that "
-                f"stays frozen; leave out {setting}"
-            )
+        if learns_token and self.frozen:
+            given, setting = "a learned_token", "learned_token (of dreambooth: learn_token)"
+        elif train_text_encoder and len(self.frozen) == len(self.text_encoders):
+            given, setting = "train_text_encoder=true", "train_text_encoder (of train: module.train_text_encoder)"
+        else:
+            return
+        raise UsageError(
+            f"SDLightningModule got {given} and a {self.pipeline_class}, whose {self.frozen[-1]} is a language model "
+            f"that stays frozen; leave out {setting}"
+        )
 
     # Captions
 

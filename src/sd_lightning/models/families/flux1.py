@@ -60,6 +60,7 @@ class Flux1(TransformerFamily):
         "tokenizer": TOKENIZER,
         "tokenizer_2": T5_TOKENIZER,
     }
+    frozen = ("text_encoder_2",)
     absent = ("image_encoder", "feature_extractor")
     width_key = "num_attention_heads"
     max_sequence_length = 512

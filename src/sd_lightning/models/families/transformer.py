@@ -137,7 +137,7 @@ class TransformerFamily(Family):
 class ChatFamily(TransformerFamily):
     """Base of a family with one chat model as text encoder, which stays frozen."""
 
-    trains_text_encoders = False
+    frozen = ("text_encoder",)
     has_attention_masks = True
     max_sequence_length = 512  # chat models read far more than pipelines give them
     # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.

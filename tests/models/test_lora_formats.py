@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel, ZImagePipeline, ZImageTransformer2DModel
+from diffusers import (
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_keys import clip_layers, denoiser_layers, read_changes
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families import Component
+from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
 from sd_lightning.models.families.z_image import ZImage
@@ -26,6 +34,18 @@ FRONT_ENDS: tuple[FrontEnd, ...] = ("kohya", "comfyui")
 UNET_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.2", "time_emb_proj"]
 FLUX2_TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"]
 """Of diffusers' `train_dreambooth_lora_flux2_klein.py`."""
+FLUX1_TARGETS = [
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj"),
+    *("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+]
+"""Of diffusers' `train_dreambooth_lora_flux.py`."""
+
+
+def flux1() -> nn.Module:
+    return FluxTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4), guidance_embeds=True,
+    )  # fmt: skip
 
 
 def flux2() -> nn.Module:
@@ -43,6 +63,8 @@ def z_image() -> nn.Module:
 
 
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
+    "flux1": (flux1, Flux1.lora_names, FLUX1_TARGETS, FluxPipeline),
+    "flux1 more": (flux1, Flux1.lora_names, ["attn.to_v", "proj_mlp", "single_transformer_blocks.*.proj_out", "norm1.linear"], FluxPipeline),
     "flux2": (flux2, Flux2Klein.lora_names, FLUX2_TARGETS, Flux2KleinPipeline),
     "flux2 more": (
         flux2,
@@ -133,7 +155,7 @@ def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any,
         assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), key
 
 
-@pytest.mark.parametrize("name", ["flux2", "flux2 more", "z_image", "z_image more"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_comfyui_draws_diffusers_files_of_transformers_at_their_strength(name: str, tmp_path: Path) -> None:
     """ComfyUI knows `transformer.<layer of diffusers>`, but not the metadata that hold diffusers' alpha."""
     adapted = Adapted(name, tmp_path)

@@ -29,7 +29,7 @@ from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.lora_formats import front_end_tensors
-from sd_lightning.models.pipeline_folder import read_component, read_json, write_json
+from sd_lightning.models.pipeline_folder import parts_in, read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
 from sd_lightning.storage import atomic, checkpoint, far_runs, runs, streamed_tensor
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
@@ -164,7 +164,8 @@ def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) 
     """
     index = read_json(source.pipeline / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=f"run={request.run}")
-    networks = {name: _read_network(name, index, family, source, request) for name in family.networks if name in index}
+    names = [name for name in parts_in(index, family) if name in family.networks and name in index]
+    networks = {name: _read_network(name, index, family, source, request) for name in names}
     lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
     adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
     model = Model(networks, adapters, word if word.is_file() else None)

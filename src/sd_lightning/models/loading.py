@@ -34,6 +34,7 @@ from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
     first_line,
+    parts_in,
     read_component,
     read_json,
     write_json,
@@ -83,9 +84,10 @@ class PipelineParts:
         Args:
             scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
         """
-        parts = {**self.networks, **self.tokenizers, **dict.fromkeys(self.family.absent), **self.pipeline_options}
+        none = dict.fromkeys((*self.family.absent, *self.family.parts))
         pipeline = self.family.pipeline_type()(
-            **parts, scheduler=self.family.sampling_scheduler(self.components["scheduler"], scheduler)
+            **{**none, **self.networks, **self.tokenizers, **self.pipeline_options},
+            scheduler=self.family.sampling_scheduler(self.components["scheduler"], scheduler),
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -190,7 +192,7 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
     for name, tokenizer in parts.tokenizers.items():
         tokenizer.save_pretrained(folder / name)
     index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
-    index |= dict.fromkeys(family.absent, [None, None])
+    index |= dict.fromkeys((*family.absent, *family.parts), [None, None])
     index |= {name: family.parts[name].record_of(tokenizer) for name, tokenizer in parts.tokenizers.items()}
     index |= parts.pipeline_options
     for name, component in parts.components.items():
@@ -223,7 +225,7 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
         raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
     if (refusal := family.refusal_to_train(index)) is not None:
         raise UsageError(f"model.pretrained={pretrained}: {refusal}")
-    if any(stored_int8(root / name) for name in family.networks):
+    if any(stored_int8(root / name) for name in parts_in(index, family) if name in family.networks):
         raise UsageError(
             f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "
             "it was made from"
@@ -235,7 +237,7 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
     index = read_json(root / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=str(root))
     scheduler = read_scheduler(root / "scheduler" / "scheduler_config.json")
-    records = {name: read_component(index, name, family, root) for name in family.parts}
+    records = {name: read_component(index, name, family, root) for name in parts_in(index, family)}
     tokenizers = {name: load_tokenizer(root / name, records[name]) for name in records if name not in family.networks}
     for name, tokenizer in tokenizers.items():
         if family.chat_template is not None and tokenizer.chat_template is None:
@@ -243,7 +245,7 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
                 f"{root / name}: the tokenizer has no chat template, which a {family.pipeline_class} needs; "
                 "copy its chat_template.jinja, too"
             )
-    loaded = {name: load(name, records[name], family) for name in family.networks}
+    loaded = {name: load(name, records[name], family) for name in family.networks if name in records}
     return PipelineParts(
         networks={name: network for name, (network, _) in loaded.items()},
         tokenizers=tokenizers,

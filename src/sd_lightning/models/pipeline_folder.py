@@ -83,6 +83,12 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
         ) from error
 
 
+def parts_in(index: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the family's parts, without text encoders that it may lack, and does, and their tokenizers."""
+    lacking = [name for name in family.optional if index.get(name) in (None, [None, None])]
+    return [name for name in family.parts if name not in (*lacking, *map(family.tokenizer_of, lacking))]
+
+
 def read_component(index: Mapping[str, Any], name: str, family: Family, root: Path) -> Component:
     """Return library and class of a part from ``model_index.json``.
 

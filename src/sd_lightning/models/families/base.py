@@ -59,6 +59,8 @@ class Family(ABC):
     """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
+    optional: tuple[str, ...] = ()
+    """Text encoders that a pipeline may lack, with their tokenizers."""
     frozen: tuple[str, ...] = ()
     """Text encoders that are never trained: chat models and T5 are too large, and made for more than captions."""
     has_attention_masks: bool = False
@@ -161,7 +163,9 @@ class Family(ABC):
         """
         found: dict[str, Tensor] = {}
         for name in self.text_encoders:
-            tokenizer = tokenizers[self.tokenizer_of(name)]
+            tokenizer = tokenizers.get(self.tokenizer_of(name))
+            if tokenizer is None and name in self.optional:
+                continue
             length = {"padding": "max_length", "truncation": True, "max_length": self.max_length(tokenizer)}
             if self.masks_padding:  # what is left out is the end; some published tokenizers pad in front
                 length["padding_side"] = "right"

@@ -44,6 +44,13 @@ def clip(width: int, layers: int, activation: str, projection: int, *, class_nam
     return Component("transformers", class_name, config)
 
 
+def tiny_clip(width: int, *, class_name: str = "CLIPTextModel", **config: Any) -> Component:
+    """Return the text encoder of the tiny models: 8 tokens."""
+    own = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8}
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width}
+    return Component("transformers", class_name, {**sizes, **own, **config})
+
+
 def ddim(prediction_type: str) -> Component:
     """Return the sampling scheduler of Stable Diffusion 1.5 and 2.1."""
     own = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
@@ -108,17 +115,7 @@ class StableDiffusion(UNetFamily):
                     up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
                 ),
                 "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING),
-                "text_encoder": Component(
-                    "transformers",
-                    "CLIPTextModel",
-                    {
-                        "hidden_size": 64,
-                        "intermediate_size": 256,
-                        "num_hidden_layers": 2,
-                        "num_attention_heads": 4,
-                        "max_position_embeddings": 8,
-                    },
-                ),
+                "text_encoder": tiny_clip(64),
             },
             scheduler=Component(
                 "diffusers",

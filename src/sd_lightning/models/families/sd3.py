@@ -1,0 +1,191 @@
+"""Stable Diffusion 3.5: a transformer of joint blocks, two CLIP text encoders and T5 (arXiv 2403.03206).
+
+The sizes of ``sd35_medium`` and ``sd35_large`` are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.lora_names import LoraNames, block_names
+from sd_lightning.models.families.stable_diffusion import TOKENIZER, clip, tiny_clip
+from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
+from sd_lightning.models.families.transformer import TransformerFamily, flow_euler
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
+
+CLIP = "CLIPTextModelWithProjection"
+T5_LENGTH = 256
+"""Tokens of a caption for T5: ``max_sequence_length`` of the pipeline."""
+_NAMES = block_names(
+    "transformer_blocks",
+    "joint_blocks",
+    {
+        **{f"attn.to_{part}": "x_block.attn.qkv" for part in "qkv"},
+        **{f"attn.add_{part}_proj": "context_block.attn.qkv" for part in "qkv"},
+        **{f"attn2.to_{part}": "x_block.attn2.qkv" for part in "qkv"},
+        "attn.to_out.0": "x_block.attn.proj",
+        "attn.to_add_out": "context_block.attn.proj",
+        "attn2.to_out.0": "x_block.attn2.proj",
+        "ff.net.0.proj": "x_block.mlp.fc1",
+        "ff.net.2": "x_block.mlp.fc2",
+        "ff_context.net.0.proj": "context_block.mlp.fc1",
+        "ff_context.net.2": "context_block.mlp.fc2",
+    },
+)
+"""``SD3Transformer2DModel``: sd-scripts and ComfyUI have Stability AI's names."""
+
+
+def transformer(**config: Any) -> Component:
+    """Return a denoiser, with diffusers' defaults for what is not given."""
+    return Component("diffusers", "SD3Transformer2DModel", {"qk_norm": "rms_norm", **config})
+
+
+class StableDiffusion3(TransformerFamily):
+    """Stable Diffusion 3 and 3.5. A pipeline may lack T5: zeros take the place of its embeddings."""
+
+    pipeline_class = "StableDiffusion3Pipeline"
+    parts = {
+        "transformer": Part("diffusers", ("SD3Transformer2DModel",)),
+        "vae": VAE,
+        **{f"text_encoder{suffix}": Part("transformers", (CLIP,)) for suffix in ("", "_2")},
+        "text_encoder_3": T5,
+        "tokenizer": TOKENIZER,
+        "tokenizer_2": TOKENIZER,
+        "tokenizer_3": T5_TOKENIZER,
+    }
+    absent = ("image_encoder", "feature_extractor")
+    optional = ("text_encoder_3",)
+    frozen = ("text_encoder_3",)
+    width_key = "num_attention_heads"
+    max_sequence_length = T5_LENGTH
+    num_inference_steps = 28
+    guidance_scale = 7.0
+    lora_targets = (
+        *(f"attn.{name}" for name in ("to_k", "to_q", "to_v", "to_out.0")),
+        *(f"attn.{name}" for name in ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")),
+    )
+    lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
+
+    def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["pos_embed_max_size"]) * self.size_multiple(vae_config)
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.patch_size**2
+
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Encode captions as in section 4 of the paper. T5 reads padding too, as in the pipeline.
+
+        Returns:
+            ``encoder_hidden_states`` (B, L, D), the penultimate hidden states of both CLIP encoders side by side,
+            filled up with zeros to the width D of T5's, which follow; without T5 those of CLIP alone. And
+            ``pooled_projections`` (B, P), the pooled output of both.
+        """
+        names = ("text_encoder", "text_encoder_2")
+        outputs = [text_encoders[name](input_ids[name], output_hidden_states=True) for name in names]
+        hidden = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        if "text_encoder_3" in text_encoders:
+            t5 = text_encoders["text_encoder_3"](input_ids["text_encoder_3"])[0]
+            hidden = torch.cat([F.pad(hidden, (0, t5.shape[-1] - hidden.shape[-1])), t5], dim=1)
+        return {"encoder_hidden_states": hidden, "pooled_projections": torch.cat([each[0] for each in outputs], dim=-1)}
+
+    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
+        pooled = conditioning["pooled_projections"]
+        return {"prompt_embeds": conditioning["encoder_hidden_states"], "pooled_prompt_embeds": pooled}
+
+    def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
+        given = super().encode_prompts(pipeline, captions)
+        return {**given, "prompt_embeds": _filled(given["prompt_embeds"], pipeline.transformer)}
+
+    def denoise(
+        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
+    ) -> Tensor:
+        made: Tensor = denoiser(
+            hidden_states=noisy_latents,
+            timestep=timesteps.expand(len(noisy_latents)),
+            encoder_hidden_states=_filled(conditioning["encoder_hidden_states"], denoiser),
+            pooled_projections=conditioning["pooled_projections"],
+            return_dict=False,
+        )[0]
+        return made
+
+    published = {
+        "vae": vae(
+            latent_channels=16,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+            sample_size=1024,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        "text_encoder": clip(768, 12, "quick_gelu", 768, class_name=CLIP),
+        "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name=CLIP),
+        "text_encoder_3": t5_xxl(),
+    }
+    lengths = {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": T5_LENGTH}
+    architectures = {
+        "tiny_sd3": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(
+                    sample_size=16,
+                    in_channels=4,
+                    out_channels=4,
+                    num_layers=3,
+                    num_attention_heads=4,
+                    attention_head_dim=16,
+                    joint_attention_dim=96,
+                    caption_projection_dim=64,
+                    pooled_projection_dim=48,
+                    pos_embed_max_size=16,
+                    dual_attention_layers=[0],
+                ),
+                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
+                "text_encoder": tiny_clip(32, class_name=CLIP, projection_dim=16),
+                "text_encoder_2": tiny_clip(32, class_name=CLIP, projection_dim=32),
+                "text_encoder_3": tiny_t5(96),
+            },
+            scheduler=flow_euler(shift=1.0),
+            max_length={"text_encoder": 8, "text_encoder_2": 8, "text_encoder_3": 16},
+            token_embedding_std=1.0,
+            is_tiny=True,
+        ),
+        "sd35_medium": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(
+                    num_layers=24,
+                    num_attention_heads=24,
+                    caption_projection_dim=1536,
+                    pos_embed_max_size=384,
+                    dual_attention_layers=list(range(13)),
+                ),
+                **published,
+            },
+            scheduler=flow_euler(shift=3.0),
+            max_length=lengths,
+        ),
+        "sd35_large": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(
+                    num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192
+                ),
+                **published,
+            },
+            scheduler=flow_euler(shift=3.0),
+            max_length=lengths,
+        ),
+    }
+
+
+def _filled(hidden: Tensor, denoiser: Any) -> Tensor:
+    """Return the embeddings of captions with zeros in place of T5's if they are of CLIP alone."""
+    missing = int(denoiser.config.joint_attention_dim) - hidden.shape[-1]
+    return F.pad(hidden, (0, missing, 0, T5_LENGTH)) if missing else hidden

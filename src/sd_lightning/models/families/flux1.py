@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sd_lightning.models.families.architecture import Architecture, Component, Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, flux_names
-from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, clip
+from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, clip, tiny_clip
 from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
 from sd_lightning.models.families.transformer import (
     TransformerFamily,
@@ -116,24 +116,14 @@ class Flux1(TransformerFamily):
                     "diffusers",
                     "FluxTransformer2DModel",
                     {
-                        **{"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32},
+                        **{"in_channels": 16, "joint_attention_dim": 96, "pooled_projection_dim": 32},
                         **{"num_layers": 1, "num_single_layers": 2, "axes_dims_rope": [4, 6, 6]},
                         **{"num_attention_heads": 4, "attention_head_dim": 16},
                     },
                 ),
                 "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
-                "text_encoder": Component(
-                    "transformers",
-                    "CLIPTextModel",
-                    {
-                        "hidden_size": 32,
-                        "intermediate_size": 128,
-                        "num_hidden_layers": 2,
-                        "num_attention_heads": 4,
-                        "max_position_embeddings": 8,
-                    },
-                ),
-                "text_encoder_2": tiny_t5(32),
+                "text_encoder": tiny_clip(32),
+                "text_encoder_2": tiny_t5(96),
             },
             scheduler=flow_euler(shift=1.0),
             max_length={"text_encoder": 8, "text_encoder_2": 16},

@@ -12,6 +12,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -24,6 +26,7 @@ from sd_lightning.models.families import Component
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
+from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.z_image import ZImage
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
 from sd_lightning.models.lora_formats import front_end_tensors
@@ -64,6 +67,14 @@ def z_image() -> nn.Module:
     )  # fmt: skip
 
 
+def sd3() -> nn.Module:
+    return SD3Transformer2DModel(
+        sample_size=8, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8,
+        dual_attention_layers=(0, 1), qk_norm="rms_norm",
+    )  # fmt: skip
+
+
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     "flux1": (flux1, Flux1.lora_names, FLUX1_TARGETS, FluxPipeline),
     "flux1 more": (flux1, Flux1.lora_names, MORE_FLUX1_TARGETS, FluxPipeline),
@@ -76,6 +87,13 @@ TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     ),
     "z_image": (z_image, ZImage.lora_names, ["to_k", "to_q", "to_v", "to_out.0"], ZImagePipeline),
     "z_image more": (z_image, ZImage.lora_names, ["to_v", "w1", "w2", "w3"], ZImagePipeline),
+    "sd3": (sd3, StableDiffusion3.lora_names, list(StableDiffusion3.lora_targets), StableDiffusion3Pipeline),
+    "sd3 more": (
+        sd3,
+        StableDiffusion3.lora_names,
+        ["attn2.to_k", "attn2.to_v", "attn2.to_out.0", "net.0.proj", "net.2", "add_v_proj"],
+        StableDiffusion3Pipeline,
+    ),
 }
 
 
@@ -146,11 +164,12 @@ def test_front_ends_read_all_of_a_transformers_adapters(name: str, front_end: Fr
 
 @pytest.mark.parametrize(
     ("name", "format"),
+    # diffusers reads no other names of Stable Diffusion 3.5's layers than its own; for Flux.1, see below.
     [
         (name, format)
         for name in TRANSFORMERS
         for format in ("diffusers", *FRONT_ENDS)
-        if format == "diffusers" or not name.startswith("flux1")  # see below
+        if format == "diffusers" or not name.startswith(("sd3", "flux1"))
     ],
 )
 def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The programs with Flux.2-klein and Z-Image, tiny: every capability once, and what a chat model refuses."""
+"""The programs with transformer families, tiny: every capability once, and what a frozen text encoder refuses."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DREAMBOOTH = (
 )
 
 
-@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image"])
+@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The family that is trained, in a folder with ``run``: four steps of it, validated, and pictures read."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -110,11 +110,36 @@ def test_dreambooth_draws_its_class_and_trains(family: str, trainable: str) -> N
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        f"train {DIGITS} callbacks.samples=null module.train_text_encoder=true",
+        f"dreambooth {DREAMBOOTH} train_text_encoder=true",
+    ],
+    ids=lambda command: command.partition(" ")[0],
+)
+def test_text_encoders_are_trained_where_one_is_no_language_model(
+    family: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, _, rest = command.partition(" ")
+    if family not in ("tiny_sd3", "tiny_flux"):
+        refuse(
+            f"{program} model={family} output_dir=new {rest}",
+            ("train_text_encoder=true", "language model", "leave"),
+            Path("."),
+            capfd,
+        )
+        return
+    assert call(f"{program} model={family} output_dir=texts-{program} {rest}") == 0
+    numbers = ("", "_2", "_3") if family == "tiny_sd3" else ("", "_2")
+    files = [f"pipeline/text_encoder{number}/model.safetensors" for number in numbers]
+    changed = [Path("run", file).read_bytes() != Path(f"texts-{program}", file).read_bytes() for file in files]
+    assert changed == [True] * (len(numbers) - 1) + [False], "T5 is the last"
+
+
+@pytest.mark.parametrize(
     ("command", "words"),
     [
-        (f"train {DIGITS} module.train_text_encoder=true", ("train_text_encoder=true", "chat", "leave")),
-        (f"dreambooth {DREAMBOOTH} train_text_encoder=true", ("train_text_encoder=true", "chat", "leave")),
-        (f"dreambooth {DREAMBOOTH.replace('sks', 'S*')} learn_token=true", ("learn", "chat", "leave")),
+        (f"dreambooth {DREAMBOOTH.replace('sks', 'S*')} learn_token=true", ("learn", "language model", "leave")),
         (f"train {DIGITS} data.resolution=36", ("resolution=36", "multiple", "8")),
         ("generate run=run prompts=[three] height=36", ("height=36", "multiples of 8")),
         ("generate run=run prompts=[three] scheduler=ddim", ("scheduler=ddim", "FlowMatchEulerDiscreteScheduler")),

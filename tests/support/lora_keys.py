@@ -2,8 +2,9 @@
 
 ComfyUI 17358c8 (`comfy/lora.py`, `comfy/utils.py`, `comfy/weight_adapter/lora.py`): `model_lora_keys_unet` accepts
 `lora_unet_` with the names of its own networks, and for UNets with diffusers'; `model_lora_keys_clip` CLIP's layers.
-sd-scripts 48d368f (`networks/lora.py`, `lora_flux.py`) and musubi-tuner 30c658c (`networks/lora_flux_2.py`, `lora_zimage.py`): layers
-of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if the file has no `alpha`.
+sd-scripts 48d368f (`networks/lora.py`, `lora_sd3.py`, `lora_flux.py`) and musubi-tuner 30c658c
+(`networks/lora_flux_2.py`, `lora_zimage.py`): layers of some blocks of the network that they train. A layer's scale
+is `alpha / rank`, or 1 if the file has no `alpha`.
 """
 
 import re
@@ -75,6 +76,26 @@ _Z_IMAGE = {
     }
     for blocks in ("layers", "noise_refiner", "context_refiner")
 }
+_SD3 = {
+    r"transformer_blocks\.(\d+)\.": {
+        "attn.to_q": ("joint_blocks.{}.x_block.attn.qkv", 0),
+        "attn.to_k": ("joint_blocks.{}.x_block.attn.qkv", 1),
+        "attn.to_v": ("joint_blocks.{}.x_block.attn.qkv", 2),
+        "attn.to_out.0": ("joint_blocks.{}.x_block.attn.proj", 0),
+        "attn2.to_q": ("joint_blocks.{}.x_block.attn2.qkv", 0),
+        "attn2.to_k": ("joint_blocks.{}.x_block.attn2.qkv", 1),
+        "attn2.to_v": ("joint_blocks.{}.x_block.attn2.qkv", 2),
+        "attn2.to_out.0": ("joint_blocks.{}.x_block.attn2.proj", 0),
+        "ff.net.0.proj": ("joint_blocks.{}.x_block.mlp.fc1", 0),
+        "ff.net.2": ("joint_blocks.{}.x_block.mlp.fc2", 0),
+        "attn.add_q_proj": ("joint_blocks.{}.context_block.attn.qkv", 0),
+        "attn.add_k_proj": ("joint_blocks.{}.context_block.attn.qkv", 1),
+        "attn.add_v_proj": ("joint_blocks.{}.context_block.attn.qkv", 2),
+        "attn.to_add_out": ("joint_blocks.{}.context_block.attn.proj", 0),
+        "ff_context.net.0.proj": ("joint_blocks.{}.context_block.mlp.fc1", 0),
+        "ff_context.net.2": ("joint_blocks.{}.context_block.mlp.fc2", 0),
+    }
+}
 
 
 def _linear(network: nn.Module) -> dict[str, nn.Module]:
@@ -101,6 +122,8 @@ def denoiser_layers(network: nn.Module, front_end: str) -> dict[str, Rows]:
         return dict(_by_table(network, _FLUX2))
     if kind == "FluxTransformer2DModel":
         return dict(_by_table(network, _FLUX1))
+    if kind == "SD3Transformer2DModel":
+        return dict(_by_table(network, _SD3))
     if kind == "ZImageTransformer2DModel" and front_end == "comfyui":
         return dict(_by_table(network, _Z_IMAGE))
     if front_end == "comfyui":

@@ -43,6 +43,13 @@ _SINGLE_STREAM = {
 _NAMES = flux_names(_DOUBLE_STREAM, _SINGLE_STREAM)
 
 
+def transformer(heads: int, double: int, single: int, text_width: int, pooled_width: int, **config: Any) -> Component:
+    """Return a denoiser with a number of blocks of either kind, for embeddings of T5 and pooled ones of CLIP."""
+    own = {"num_attention_heads": heads, "num_layers": double, "num_single_layers": single}
+    widths = {"joint_attention_dim": text_width, "pooled_projection_dim": pooled_width}
+    return Component("diffusers", "FluxTransformer2DModel", own | widths | config)
+
+
 class Flux1(TransformerFamily):
     """Flux.1. All tokens of a caption are the denoiser's input, padding too, and T5 masks nothing.
 
@@ -112,14 +119,8 @@ class Flux1(TransformerFamily):
         "tiny_flux": Architecture(
             pipeline_class,
             networks={
-                "transformer": Component(
-                    "diffusers",
-                    "FluxTransformer2DModel",
-                    {
-                        **{"in_channels": 16, "joint_attention_dim": 96, "pooled_projection_dim": 32},
-                        **{"num_layers": 1, "num_single_layers": 2, "axes_dims_rope": [4, 6, 6]},
-                        **{"num_attention_heads": 4, "attention_head_dim": 16},
-                    },
+                "transformer": transformer(
+                    4, 1, 2, 96, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 6, 6]
                 ),
                 "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
                 "text_encoder": tiny_clip(32),
@@ -133,7 +134,7 @@ class Flux1(TransformerFamily):
         "flux1_dev": Architecture(
             pipeline_class,
             networks={
-                "transformer": Component("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
+                "transformer": transformer(24, 19, 38, 4096, 768, guidance_embeds=True),
                 "vae": flux_vae(),
                 "text_encoder": clip(768, 12, "quick_gelu", 768),
                 "text_encoder_2": t5_xxl(),

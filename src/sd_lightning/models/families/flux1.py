@@ -24,7 +24,7 @@ from sd_lightning.models.families.transformer import (
     to_latents,
     to_tokens,
 )
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, flux_vae, vae
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
 
 _DOUBLE_STREAM = {
     "ff.net.0.proj": "img_mlp.0",
@@ -93,10 +93,6 @@ class Flux1(TransformerFamily):
         hidden = text_encoders["text_encoder_2"](input_ids["text_encoder_2"])[0]
         return {"encoder_hidden_states": hidden, "pooled_projections": pooled}
 
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        names = {"prompt_embeds": "encoder_hidden_states", "pooled_prompt_embeds": "pooled_projections"}
-        return {name: conditioning[key] for name, key in names.items()}
-
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
@@ -135,7 +131,7 @@ class Flux1(TransformerFamily):
             pipeline_class,
             networks={
                 "transformer": transformer(24, 19, 38, 4096, 768, guidance_embeds=True),
-                "vae": flux_vae(),
+                "vae": vae_16(0.3611, 0.1159),
                 "text_encoder": clip(768, 12, "quick_gelu", 768),
                 "text_encoder_2": t5_xxl(),
             },

@@ -105,9 +105,6 @@ class Flux2Klein(ChatFamily):
         states = self.hidden_states(text_encoders, input_ids)
         return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
 
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        return {"prompt_embeds": conditioning["encoder_hidden_states"]}
-
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +97,10 @@ class TransformerFamily(Family):
         """Return whether it is the scheduler that the pipelines give their own sigmas to."""
         return type(scheduler).__name__ == FLOW_EULER
 
-    @abstractmethod
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         """Return encoded captions as arguments of the pipeline; "negative_" goes before those of guidance."""
+        names = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
+        return {names[key]: value for key, value in conditioning.items()}
 
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""

@@ -21,16 +21,10 @@ TINY_SCALING = 0.857535183429718
 """Its scaling factor: ``tests/support/make_tiny.py`` measures it."""
 
 
-def flux_vae() -> Component:
-    """Return the VAE of Flux.1."""
-    return vae(
-        latent_channels=16,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        sample_size=1024,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+def vae_16(scaling_factor: float, shift_factor: float) -> Component:
+    """Return the VAE of 16 channels of Stable Diffusion 3 and Flux.1."""
+    own = {"sample_size": 1024, "use_quant_conv": False, "use_post_quant_conv": False}
+    return vae(latent_channels=16, scaling_factor=scaling_factor, shift_factor=shift_factor, **own)
 
 
 def vae(**config: Any) -> Component:

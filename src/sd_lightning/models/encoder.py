@@ -151,7 +151,8 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
-        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **self._texts}.items()}
+        texts = {} if self.train_text_encoder else self._texts
+        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,

@@ -162,10 +162,8 @@ class Family(ABC):
         With :attr:`has_attention_masks`, ``<text encoder>_mask`` (B, L) is 1 for tokens and 0 for padding.
         """
         found: dict[str, Tensor] = {}
-        for name in self.text_encoders:
-            tokenizer = tokenizers.get(self.tokenizer_of(name))
-            if tokenizer is None and name in self.optional:
-                continue
+        for name in [each for each in self.text_encoders if self.tokenizer_of(each) in tokenizers]:
+            tokenizer = tokenizers[self.tokenizer_of(name)]
             length = {"padding": "max_length", "truncation": True, "max_length": self.max_length(tokenizer)}
             if self.masks_padding:  # what is left out is the end; some published tokenizers pad in front
                 length["padding_side"] = "right"

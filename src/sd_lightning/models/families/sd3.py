@@ -23,28 +23,39 @@ from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE,
 CLIP = "CLIPTextModelWithProjection"
 T5_LENGTH = 256
 """Tokens of a caption for T5: ``max_sequence_length`` of the pipeline."""
-_NAMES = block_names(
-    "transformer_blocks",
-    "joint_blocks",
-    {
-        **{f"attn.to_{part}": "x_block.attn.qkv" for part in "qkv"},
-        **{f"attn.add_{part}_proj": "context_block.attn.qkv" for part in "qkv"},
-        **{f"attn2.to_{part}": "x_block.attn2.qkv" for part in "qkv"},
-        "attn.to_out.0": "x_block.attn.proj",
-        "attn.to_add_out": "context_block.attn.proj",
-        "attn2.to_out.0": "x_block.attn2.proj",
-        "ff.net.0.proj": "x_block.mlp.fc1",
-        "ff.net.2": "x_block.mlp.fc2",
-        "ff_context.net.0.proj": "context_block.mlp.fc1",
-        "ff_context.net.2": "context_block.mlp.fc2",
-    },
-)
+_LAYERS = {
+    **{f"attn.to_{part}": "x_block.attn.qkv" for part in "qkv"},
+    **{f"attn.add_{part}_proj": "context_block.attn.qkv" for part in "qkv"},
+    **{f"attn2.to_{part}": "x_block.attn2.qkv" for part in "qkv"},
+    "attn.to_out.0": "x_block.attn.proj",
+    "attn2.to_out.0": "x_block.attn2.proj",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+    "attn.to_add_out": "context_block.attn.proj",
+}
+_NAMES = block_names("transformer_blocks", "joint_blocks", _LAYERS)
 """``SD3Transformer2DModel``: sd-scripts and ComfyUI have Stability AI's names."""
 
 
-def transformer(**config: Any) -> Component:
+def transformer(layers: int, heads: int, **config: Any) -> Component:
     """Return a denoiser, with diffusers' defaults for what is not given."""
-    return Component("diffusers", "SD3Transformer2DModel", {"qk_norm": "rms_norm", **config})
+    own = {"num_layers": layers, "num_attention_heads": heads, "qk_norm": "rms_norm"}
+    return Component("diffusers", "SD3Transformer2DModel", own | config)
+
+
+def _published(denoiser: Component) -> Architecture:
+    """Return a denoiser with the parts that both published models have."""
+    networks = {
+        "transformer": denoiser,
+        "vae": vae_16(1.5305, 0.0609),
+        "text_encoder": clip(768, 12, "quick_gelu", 768, class_name=CLIP),
+        "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name=CLIP),
+        "text_encoder_3": t5_xxl(),
+    }
+    lengths = {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": T5_LENGTH}
+    return Architecture("StableDiffusion3Pipeline", networks, flow_euler(shift=3.0), max_length=lengths)
 
 
 class StableDiffusion3(TransformerFamily):
@@ -54,10 +65,9 @@ class StableDiffusion3(TransformerFamily):
     parts = {
         "transformer": Part("diffusers", ("SD3Transformer2DModel",)),
         "vae": VAE,
-        **{f"text_encoder{suffix}": Part("transformers", (CLIP,)) for suffix in ("", "_2")},
+        **dict.fromkeys(("text_encoder", "text_encoder_2"), Part("transformers", (CLIP,))),
+        **dict.fromkeys(("tokenizer", "tokenizer_2"), TOKENIZER),
         "text_encoder_3": T5,
-        "tokenizer": TOKENIZER,
-        "tokenizer_2": TOKENIZER,
         "tokenizer_3": T5_TOKENIZER,
     }
     absent = ("image_encoder", "feature_extractor")
@@ -68,8 +78,8 @@ class StableDiffusion3(TransformerFamily):
     num_inference_steps = 28
     guidance_scale = 7.0
     lora_targets = (
-        *(f"attn.{name}" for name in ("to_k", "to_q", "to_v", "to_out.0")),
-        *(f"attn.{name}" for name in ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")),
+        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
     lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
 
@@ -102,38 +112,25 @@ class StableDiffusion3(TransformerFamily):
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
-        made: Tensor = denoiser(
-            hidden_states=noisy_latents,
-            timestep=timesteps.expand(len(noisy_latents)),
-            encoder_hidden_states=_filled(conditioning["encoder_hidden_states"], denoiser),
-            pooled_projections=conditioning["pooled_projections"],
-            return_dict=False,
-        )[0]
+        text = {**conditioning, "encoder_hidden_states": _filled(conditioning["encoder_hidden_states"], denoiser)}
+        made: Tensor = denoiser(noisy_latents, timestep=timesteps.expand(len(noisy_latents)), **text).sample
         return made
 
-    published = {
-        "vae": vae_16(1.5305, 0.0609),
-        "text_encoder": clip(768, 12, "quick_gelu", 768, class_name=CLIP),
-        "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name=CLIP),
-        "text_encoder_3": t5_xxl(),
-    }
-    lengths = {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": T5_LENGTH}
     architectures = {
         "tiny_sd3": Architecture(
             pipeline_class,
             networks={
                 "transformer": transformer(
+                    *(3, 4),
                     sample_size=16,
+                    pos_embed_max_size=16,
                     in_channels=4,
                     out_channels=4,
-                    num_layers=3,
-                    num_attention_heads=4,
                     attention_head_dim=16,
-                    joint_attention_dim=96,
                     caption_projection_dim=64,
-                    pooled_projection_dim=48,
-                    pos_embed_max_size=16,
                     dual_attention_layers=[0],
+                    joint_attention_dim=96,
+                    pooled_projection_dim=48,
                 ),
                 "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
                 "text_encoder": tiny_clip(32, class_name=CLIP, projection_dim=16),
@@ -145,32 +142,10 @@ class StableDiffusion3(TransformerFamily):
             token_embedding_std=1.0,
             is_tiny=True,
         ),
-        "sd35_medium": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    num_layers=24,
-                    num_attention_heads=24,
-                    caption_projection_dim=1536,
-                    pos_embed_max_size=384,
-                    dual_attention_layers=list(range(13)),
-                ),
-                **published,
-            },
-            scheduler=flow_euler(shift=3.0),
-            max_length=lengths,
+        "sd35_medium": _published(
+            transformer(24, 24, caption_projection_dim=1536, pos_embed_max_size=384, dual_attention_layers=[*range(13)])
         ),
-        "sd35_large": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192
-                ),
-                **published,
-            },
-            scheduler=flow_euler(shift=3.0),
-            max_length=lengths,
-        ),
+        "sd35_large": _published(transformer(38, 38, caption_projection_dim=2432, pos_embed_max_size=192)),
     }
 
 

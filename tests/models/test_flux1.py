@@ -82,7 +82,8 @@ def test_training_tells_the_denoiser_the_guidance(dev: LatentDiffusion, guidance
     module = SDLightningModule(dev, objective=Objective(guidance_scale=guidance), seed=3)
     batch = {"latents": torch.randn(2, 4, 8, 12), "conditioning": encoded(dev)}
     batch |= {"epoch": torch.zeros(2, dtype=torch.int64), "index": torch.arange(2)}
-    module.training_loss(batch)  # type: ignore[arg-type]
+    module.training_loss(batch).backward()  # type: ignore[arg-type]
+    assert all(parameter.grad is not None for parameter in dev.denoiser.parameters())
     module._losses.held_out(module.trained_networks(), batch)  # type: ignore[arg-type]
     hook.remove()
     assert [given["guidance"].tolist() for given, _ in calls] == [[guidance or 1.0] * 2] * 2

@@ -1,5 +1,6 @@
 """LoRA files for other front ends: every key is one that they read, nothing is missing, and the sum is ours."""
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from diffusers import (
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     ZImagePipeline,
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from lora_keys import clip_layers, denoiser_layers, read_changes
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families import Component
+from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
 from sd_lightning.models.families.sd3 import StableDiffusion3
@@ -34,6 +38,19 @@ FRONT_ENDS: tuple[FrontEnd, ...] = ("kohya", "comfyui")
 UNET_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.2", "time_emb_proj"]
 FLUX2_TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"]
 """Of diffusers' `train_dreambooth_lora_flux2_klein.py`."""
+FLUX1_TARGETS = [
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj"),
+    *("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+]
+"""Of diffusers' `train_dreambooth_lora_flux.py`."""
+MORE_FLUX1_TARGETS = ["attn.to_v", "proj_mlp", "single_transformer_blocks.*.proj_out", "norm1.linear"]
+
+
+def flux1() -> nn.Module:
+    return FluxTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4), guidance_embeds=True,
+    )  # fmt: skip
 
 
 def flux2() -> nn.Module:
@@ -59,6 +76,8 @@ def sd3() -> nn.Module:
 
 
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
+    "flux1": (flux1, Flux1.lora_names, FLUX1_TARGETS, FluxPipeline),
+    "flux1 more": (flux1, Flux1.lora_names, MORE_FLUX1_TARGETS, FluxPipeline),
     "flux2": (flux2, Flux2Klein.lora_names, FLUX2_TARGETS, Flux2KleinPipeline),
     "flux2 more": (
         flux2,
@@ -122,7 +141,9 @@ class Adapted:
         network = type(self.network)(**self.network.config)  # type: ignore
         network.load_state_dict(self.before)
         state, metadata = self.pipeline_class.lora_state_dict(file, use_safetensors=True, return_lora_metadata=True)
-        self.pipeline_class.load_lora_into_transformer(state, network, adapter_name="x", metadata=metadata)
+        load = self.pipeline_class.load_lora_into_transformer
+        alphas = {"network_alphas": None} if "network_alphas" in inspect.signature(load).parameters else {}
+        load(state, transformer=network, adapter_name="x", metadata=metadata, **alphas)
         network.fuse_lora()
         network.unload_lora()
         return {key: value for key, value in network.state_dict().items() if not is_adapter(key)}
@@ -143,8 +164,13 @@ def test_front_ends_read_all_of_a_transformers_adapters(name: str, front_end: Fr
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    # diffusers reads no other names of Stable Diffusion 3.5's layers than its own.
-    [(n, f) for n in TRANSFORMERS for f in ("diffusers", *FRONT_ENDS) if f == "diffusers" or "sd3" not in n],
+    # diffusers reads no other names of Stable Diffusion 3.5's layers than its own; for Flux.1, see below.
+    [
+        (name, format)
+        for name in TRANSFORMERS
+        for format in ("diffusers", *FRONT_ENDS)
+        if format == "diffusers" or not name.startswith(("sd3", "flux1"))
+    ],
 )
 def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any, tmp_path: Path) -> None:
     adapted = Adapted(name, tmp_path)
@@ -157,6 +183,30 @@ def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any,
     assert any(not torch.equal(ours[key], adapted.before[key]) for key in ours)
     for key, value in ours.items():
         assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), key
+
+
+@pytest.mark.parametrize("targets", [FLUX1_TARGETS, MORE_FLUX1_TARGETS])
+def test_diffusers_reads_adapters_of_flux1_for_other_front_ends(targets: list[str], tmp_path: Path) -> None:
+    """It knows the published width alone, so this has it, without the network's weights."""
+    lora = Lora(rank=RANK, alpha=RANK, target_modules=targets)
+    with torch.device("meta"):
+        network = FluxTransformer2DModel(num_layers=1, num_single_layers=1)
+        base = {"transformer": {key: StreamedTensor.of(value) for key, value in network.state_dict().items()}}
+        lora.apply_({"transformer": network})
+    torch.manual_seed(0)
+    layers = {key: torch.randn(value.shape) for key, value in network.state_dict().items() if is_adapter(key)}
+    component = Component("diffusers", "FluxTransformer2DModel")
+    lora.write(tmp_path / WEIGHTS_NAME, {"transformer": layers}, {"transformer": component})
+    adapters = load_file(tmp_path / WEIGHTS_NAME)
+    family: Any = SimpleNamespace(denoiser="transformer", text_encoders=(), lora_names=Flux1.lora_names)
+    tensors = front_end_tensors(LoraFile.read(tmp_path / WEIGHTS_NAME), base, family, "kohya")
+    write_streamed(tmp_path / "other.safetensors", tensors)
+    read: Any = FluxPipeline.lora_state_dict(tmp_path / "other.safetensors", use_safetensors=True)
+    ones = {key: torch.randn(adapters[key].shape[1]) for key in adapters if ".lora_A." in key}
+    for key, values in ones.items():
+        up = key.replace("lora_A", "lora_B")
+        torch.testing.assert_close(read[up] @ (read[key] @ values), adapters[up] @ (adapters[key] @ values))
+    assert all(not read[key].any() for key in read.keys() - adapters.keys() if ".lora_B." in key)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

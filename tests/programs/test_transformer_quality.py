@@ -12,7 +12,7 @@ from glyph import SUBJECT, drawn_shares, write_photos
 pytestmark = pytest.mark.slow
 
 IN_FULL = pytest.mark.full("quality")
-GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0, "tiny_sd3": 3.0}
+GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0, "tiny_sd3": 3.0, "tiny_flux": 3.0}
 LORA = {
     "tiny_klein": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,to_qkv_mlp_proj]",
@@ -29,6 +29,12 @@ LORA = {
         "learning_rate=3e-3",
         "max_train_steps=300",
     ),
+    "tiny_flux": (
+        "lora.target_modules=[attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.add_q_proj,attn.add_k_proj,"
+        "attn.add_v_proj,attn.to_add_out,net.0.proj,net.2,proj_mlp,single_transformer_blocks.*.proj_out]",
+        "learning_rate=3e-3",
+        "max_train_steps=300",
+    ),
 }
 """Adapters on all linear layers of attention, and on those of the perceptrons beside it."""
 
@@ -38,6 +44,8 @@ LORA = {
     [
         pytest.param("tiny_klein", 0, id="klein"),
         pytest.param("tiny_klein", 1, id="klein, seed 1", marks=IN_FULL),
+        pytest.param("tiny_flux", 0, id="Flux.1", marks=IN_FULL),
+        pytest.param("tiny_flux", 1, id="Flux.1, seed 1", marks=IN_FULL),
         pytest.param("tiny_sd3", 0, id="Stable Diffusion 3.5", marks=IN_FULL),
         pytest.param("tiny_sd3", 1, id="Stable Diffusion 3.5, seed 1", marks=IN_FULL),
         pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),

@@ -18,7 +18,7 @@ from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_sd3")
+FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux")
 CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
 RELAYS = (
     ("fsdp", "zero3", "gemini", "zero2_offload", "ddp"),
@@ -84,7 +84,10 @@ _LEGS = [f"{{family}}:relay {{relay}}:{number}" for number in range(len(RELAYS[0
 @pytest.mark.needs("{family}:whole", *_LEGS)
 @pytest.mark.parametrize(
     ("family", "relay"),
-    keep([("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_sd3", 0)], itertools.product(FAMILIES, range(len(RELAYS)))),
+    keep(
+        [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_sd3", 0), ("tiny_flux", 1)],
+        itertools.product(FAMILIES, range(len(RELAYS))),
+    ),
 )
 def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
     results: dict[str, dict[str, Any]], family: str, relay: int

@@ -2,9 +2,9 @@
 
 ComfyUI 17358c8 (`comfy/lora.py`, `comfy/utils.py`, `comfy/weight_adapter/lora.py`): `model_lora_keys_unet` accepts
 `lora_unet_` with the names of its own networks, and for UNets with diffusers'; `model_lora_keys_clip` CLIP's layers.
-sd-scripts 48d368f (`networks/lora.py`, `networks/lora_sd3.py`) and musubi-tuner 30c658c (`networks/lora_flux_2.py`,
-`lora_zimage.py`): layers of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if the
-file has no `alpha`.
+sd-scripts 48d368f (`networks/lora.py`, `lora_sd3.py`, `lora_flux.py`) and musubi-tuner 30c658c
+(`networks/lora_flux_2.py`, `lora_zimage.py`): layers of some blocks of the network that they train. A layer's scale
+is `alpha / rank`, or 1 if the file has no `alpha`.
 """
 
 import re
@@ -42,6 +42,25 @@ _FLUX2 = {
     r"single_transformer_blocks\.(\d+)\.": {
         "attn.to_qkv_mlp_proj": ("single_blocks.{}.linear1", 0),
         "attn.to_out": ("single_blocks.{}.linear2", 0),
+    },
+}
+_FLUX1 = {
+    r"transformer_blocks\.(\d+)\.": {
+        **{key: where for key, where in _FLUX2[r"transformer_blocks\.(\d+)\."].items() if key.startswith("attn.")},
+        "ff.net.0.proj": ("double_blocks.{}.img_mlp.0", 0),
+        "ff.net.2": ("double_blocks.{}.img_mlp.2", 0),
+        "ff_context.net.0.proj": ("double_blocks.{}.txt_mlp.0", 0),
+        "ff_context.net.2": ("double_blocks.{}.txt_mlp.2", 0),
+        "norm1.linear": ("double_blocks.{}.img_mod.lin", 0),
+        "norm1_context.linear": ("double_blocks.{}.txt_mod.lin", 0),
+    },
+    r"single_transformer_blocks\.(\d+)\.": {
+        "attn.to_q": ("single_blocks.{}.linear1", 0),
+        "attn.to_k": ("single_blocks.{}.linear1", 1),
+        "attn.to_v": ("single_blocks.{}.linear1", 2),
+        "proj_mlp": ("single_blocks.{}.linear1", 3 / 4),  # it has four times the rows of the three above it
+        "proj_out": ("single_blocks.{}.linear2", 0),
+        "norm.linear": ("single_blocks.{}.modulation.lin", 0),
     },
 }
 _Z_IMAGE = {
@@ -83,13 +102,13 @@ def _linear(network: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
 
 
-def _by_table(network: nn.Module, table: Mapping[str, Mapping[str, tuple[str, int]]]) -> Iterator[tuple[str, Rows]]:
+def _by_table(network: nn.Module, table: Mapping[str, Mapping[str, tuple[str, float]]]) -> Iterator[tuple[str, Rows]]:
     for name, layer in _linear(network).items():
         for prefix, names in table.items():
             match = re.match(prefix, name)
             if match is not None and (found := names.get(name[match.end() :])) is not None:
                 rows = layer.weight.shape[0]  # type: ignore[union-attr]
-                yield name, (found[0].format(match[1]), found[1] * rows, rows)  # type: ignore[operator]
+                yield name, (found[0].format(match[1]), int(found[1] * rows), rows)  # type: ignore[operator]
 
 
 def _whole(names: Iterable[str], network: nn.Module) -> dict[str, Rows]:
@@ -101,6 +120,8 @@ def denoiser_layers(network: nn.Module, front_end: str) -> dict[str, Rows]:
     kind = type(network).__name__
     if kind == "Flux2Transformer2DModel":
         return dict(_by_table(network, _FLUX2))
+    if kind == "FluxTransformer2DModel":
+        return dict(_by_table(network, _FLUX1))
     if kind == "SD3Transformer2DModel":
         return dict(_by_table(network, _SD3))
     if kind == "ZImageTransformer2DModel" and front_end == "comfyui":

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.components import load_network
-from sd_lightning.models.families import Architecture, Component, architecture
+from sd_lightning.models.families import Architecture, Component, architecture, family_of
 from sd_lightning.models.loading import TINY_VAE
 
 _TINY = architecture("tiny")
@@ -82,8 +82,14 @@ RAGGED_LENGTH = 80
 
 
 def for_ragged_captions(name: str, seed: int) -> LatentDiffusion:
-    """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96."""
-    return LatentDiffusion.build(replace(architecture(name), max_length=RAGGED_LENGTH), seed=seed)
+    """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96.
+
+    CLIP, which has no more positions, keeps its own length.
+    """
+    tiny = architecture(name)
+    family = family_of(tiny.pipeline_class, who=name)
+    lengths = {key: RAGGED_LENGTH if key in family.frozen else tiny.length_of(key) for key in family.text_encoders}
+    return LatentDiffusion.build(replace(tiny, max_length=lengths), seed=seed)
 
 
 def few_blocks(seed: int) -> LatentDiffusion:

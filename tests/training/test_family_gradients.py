@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from sd_lightning import LatentDiffusion
 
 
-@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_sd3"])
+@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux"])
 def test_the_denoiser_has_one_output_and_gradients_of_every_parameter_with_padding_and_without(name: str) -> None:
     model = LatentDiffusion.build(name, seed=3)
     family, length = model.family, 48  # Z-Image fills captions and images up to multiples of 32 tokens

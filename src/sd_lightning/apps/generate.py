@@ -156,7 +156,9 @@ def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
     """
     index = read_json(folder / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=str(folder))
-    options = request.resolve(family, index, negative_prompt=request.negative_prompt)
+    denoiser = folder / family.denoiser / "config.json"
+    config = read_json(denoiser) if denoiser.is_file() else {}
+    options = request.resolve(family, index, config, negative_prompt=request.negative_prompt)
     schedule = folder / "scheduler" / "scheduler_config.json"
     if schedule.is_file():
         options.check_steps(read_scheduler(schedule).config)

@@ -147,6 +147,9 @@ class Objective:
     """Shift of the noise levels of flow: a number (1 is none, which is how diffusers' scripts train models with a
     dynamic shift), "dynamic" for the shift of the model's scheduler by the number of image tokens, or None for what the
     scheduler says."""
+    guidance_scale: float | None = None
+    """Guidance that the network is told in training, if that is one of its inputs, as of FLUX.1-dev; None for 1, which
+    is none. diffusers' scripts have 3.5, NeMo has 1, and sd-scripts recommends 1. Drawing has one of its own."""
 
     def __post_init__(self) -> None:
         """Check values and combinations."""
@@ -154,9 +157,9 @@ class Objective:
             choices = get_args(kind)
             if getattr(self, name) not in (*choices, None):
                 raise self._invalid(name, f"one of {', '.join(choices)}", choices[0])
-        for name in ("noise_offset", "input_perturbation"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise self._invalid(name, "a number >= 0", "0 (off) or 0.1")
+        for name, example in (("noise_offset", 0.1), ("input_perturbation", 0.1), ("guidance_scale", 1)):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise self._invalid(name, "a number >= 0", f"{example}")
         if self.snr_gamma is not None and not 0 < self.snr_gamma < math.inf:
             raise self._invalid("snr_gamma", "a number > 0 or null", "5")
         self._check_distribution()

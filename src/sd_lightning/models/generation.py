@@ -70,12 +70,20 @@ class SamplingOptions:
             )
         return options or cls(**settings)
 
-    def resolve(self, family: Family, pipeline_options: Mapping[str, Any], *, negative_prompt: str = "") -> Self:
+    def resolve(
+        self,
+        family: Family,
+        pipeline_options: Mapping[str, Any],
+        denoiser_config: Mapping[str, Any],
+        *,
+        negative_prompt: str = "",
+    ) -> Self:
         """Return the options with the family's own steps and guidance where none are given.
 
         Args:
             family: The model's.
             pipeline_options: Of the model, from ``model_index.json``; a distilled one has no guidance.
+            denoiser_config: Of the model, which may take guidance as an input.
             negative_prompt: Caption that guidance steers away from.
 
         Raises:
@@ -91,10 +99,12 @@ class SamplingOptions:
                     *(scale, family.pipeline_class),
                 )
             scale = family.no_guidance
-        if negative_prompt and scale <= family.no_guidance:
+        is_embedded = family.embeds_guidance(denoiser_config)
+        if negative_prompt and (is_embedded or scale <= family.no_guidance):
+            how = "in one pass (its denoiser takes the guidance_scale)" if is_embedded else "without guidance"
             raise UsageError(
-                f"sampling got negative_prompt={negative_prompt!r} and a {family.pipeline_class} that draws without "
-                f"guidance (guidance_scale={scale:g}), which has no use for it; leave negative_prompt out"
+                f"sampling got negative_prompt={negative_prompt!r} and a {family.pipeline_class} that draws {how} "
+                f"(guidance_scale={scale:g}), which has no use for it; leave negative_prompt out"
             )
         return replace(self, num_inference_steps=steps or family.num_inference_steps, guidance_scale=scale)
 
@@ -104,8 +114,8 @@ class SamplingOptions:
         Raises:
             UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
-        options = self.resolve(latent_diffusion.family, latent_diffusion.pipeline_options)
         denoiser: Any = latent_diffusion.denoiser
+        options = self.resolve(latent_diffusion.family, latent_diffusion.pipeline_options, denoiser.config)
         options.check_sizes(latent_diffusion.family, latent_diffusion.vae.config, denoiser.config)
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
         options.check_steps(scheduler.config)
@@ -173,8 +183,9 @@ def generate(
     """
     from torch.distributed.tensor import DTensor
 
+    denoiser: Any = latent_diffusion.denoiser
     options = (options or SamplingOptions()).resolve(
-        latent_diffusion.family, latent_diffusion.pipeline_options, negative_prompt=negative_prompt
+        latent_diffusion.family, latent_diffusion.pipeline_options, denoiser.config, negative_prompt=negative_prompt
     )
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")

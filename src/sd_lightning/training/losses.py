@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
 from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.families.conditioning import Batch, Conditioning, map_conditioning
@@ -29,6 +31,12 @@ class DiffusionLoss:
     def __init__(
         self, latent_diffusion: LatentDiffusion, objective: Objective, *, seed: int, frozen: Networks | None = None
     ) -> None:
+        denoiser: Any = latent_diffusion.denoiser
+        if objective.guidance_scale is not None and not latent_diffusion.family.embeds_guidance(denoiser.config):
+            raise UsageError(
+                f"Objective got guidance_scale={objective.guidance_scale}, and the {latent_diffusion.family.denoiser} "
+                f"of this {latent_diffusion.pipeline_class} does not take it; set objective.guidance_scale=null"
+            )
         self._frozen = frozen or {}
         self._model = latent_diffusion
         self._objective = objective
@@ -91,5 +99,7 @@ class DiffusionLoss:
         denoiser = networks[self._model.family.denoiser]
         dtype = next(denoiser.parameters()).dtype  # an engine may have cast the weights
         latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
+        if self._objective.guidance_scale is not None:
+            conditioning["guidance"] = latents.new_full(latents.shape[:1], self._objective.guidance_scale)
         prediction = self._model.family.denoise(denoiser, latents, noisy.timesteps, conditioning)
         return self._objective.loss(prediction, noisy)

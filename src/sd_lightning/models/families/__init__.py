@@ -12,6 +12,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families.architecture import Architecture, Component, Part
 from sd_lightning.models.families.base import Family
 from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.sdxl import SDXL
@@ -19,7 +20,8 @@ from sd_lightning.models.families.stable_diffusion import StableDiffusion
 from sd_lightning.models.families.z_image import ZImage
 
 FAMILIES: dict[str, Family] = {
-    family.pipeline_class: family for family in (StableDiffusion(), SDXL(), StableDiffusion3(), Flux2Klein(), ZImage())
+    family.pipeline_class: family
+    for family in (StableDiffusion(), SDXL(), StableDiffusion3(), Flux1(), Flux2Klein(), ZImage())
 }
 """By pipeline class."""
 

@@ -328,6 +328,10 @@ class Family(ABC):
         """Return whether a pipeline with these options of ``model_index.json`` draws without guidance at any scale."""
         return False
 
+    def embeds_guidance(self, denoiser_config: Mapping[str, Any]) -> bool:
+        """Return whether a denoiser takes the guidance scale as an input, and draws in one pass per step."""
+        return False
+
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether the pipeline can sample with this diffusers scheduler."""
         return True

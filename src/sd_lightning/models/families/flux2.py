@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sd_lightning.models.families.architecture import Architecture, Component, Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
-from sd_lightning.models.families.lora_names import LoraNames, block_names
+from sd_lightning.models.families.lora_names import LoraNames, flux_names
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
@@ -33,19 +33,12 @@ from sd_lightning.models.families.vae import TINY_VAE_CONFIG
 HIDDEN_STATES = (9, 18, 27)
 """The text encoder's hidden states that are the denoiser's input: ``text_encoder_out_layers`` of the pipeline."""
 _DOUBLE_STREAM = {
-    **{f"attn.to_{part}": "img_attn.qkv" for part in "qkv"},
-    **{f"attn.add_{part}_proj": "txt_attn.qkv" for part in "qkv"},
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
     "ff.linear_in": "img_mlp.0",
     "ff.linear_out": "img_mlp.2",
     "ff_context.linear_in": "txt_mlp.0",
     "ff_context.linear_out": "txt_mlp.2",
 }
-_SINGLE_STREAM = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
-_NAMES = block_names("transformer_blocks", "double_blocks", _DOUBLE_STREAM) | block_names(
-    "single_transformer_blocks", "single_blocks", _SINGLE_STREAM
-)
+_NAMES = flux_names(_DOUBLE_STREAM, {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"})
 _LORA_NAMES = LoraNames(kohya=_NAMES, comfyui=_NAMES)
 """``Flux2Transformer2DModel``: both have Black Forest Labs' names. musubi-tuner reads adapters in blocks only."""
 
@@ -111,9 +104,6 @@ class Flux2Klein(ChatFamily):
         """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
         states = self.hidden_states(text_encoders, input_ids)
         return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
-
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        return {"prompt_embeds": conditioning["encoder_hidden_states"]}
 
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]

@@ -41,3 +41,18 @@ class LoraNames:
 def block_names(ours: str, theirs: str, layers: Mapping[str, str]) -> dict[str, str]:
     """Return a table for the layers of repeated blocks, ``ours.0.key``, and ``theirs.0.name`` there."""
     return {f"{ours}.*.{key}": f"{theirs}.*.{name}" for key, name in layers.items()}
+
+
+def flux_names(double: Mapping[str, str], single: Mapping[str, str]) -> dict[str, str]:
+    """Return a table for the blocks of Flux, by Black Forest Labs' names; attention of two streams has always the same.
+
+    Args:
+        double: Layers of the blocks with two streams, without those of attention.
+        single: Layers of the blocks with one.
+    """
+    sides = {"img": "to_{}", "txt": "add_{}_proj"}
+    attention = {f"attn.{name.format(part)}": f"{side}_attn.qkv" for side, name in sides.items() for part in "qkv"}
+    attention |= {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
+    return block_names("transformer_blocks", "double_blocks", {**attention, **double}) | block_names(
+        "single_transformer_blocks", "single_blocks", single
+    )

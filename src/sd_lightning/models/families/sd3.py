@@ -18,7 +18,7 @@ from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.stable_diffusion import TOKENIZER, clip, tiny_clip
 from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
 from sd_lightning.models.families.transformer import TransformerFamily, flow_euler
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
 
 CLIP = "CLIPTextModelWithProjection"
 T5_LENGTH = 256
@@ -47,10 +47,9 @@ def transformer(layers: int, heads: int, **config: Any) -> Component:
 
 def _published(denoiser: Component) -> Architecture:
     """Return a denoiser with the parts that both published models have."""
-    as_is = {"use_quant_conv": False, "use_post_quant_conv": False, "sample_size": 1024}
     networks = {
         "transformer": denoiser,
-        "vae": vae(latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609, **as_is),
+        "vae": vae_16(1.5305, 0.0609),
         "text_encoder": clip(768, 12, "quick_gelu", 768, class_name=CLIP),
         "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name=CLIP),
         "text_encoder_3": t5_xxl(),
@@ -105,10 +104,6 @@ class StableDiffusion3(TransformerFamily):
             t5 = text_encoders["text_encoder_3"](input_ids["text_encoder_3"])[0]
             hidden = torch.cat([F.pad(hidden, (0, t5.shape[-1] - hidden.shape[-1])), t5], dim=1)
         return {"encoder_hidden_states": hidden, "pooled_projections": torch.cat([each[0] for each in outputs], dim=-1)}
-
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        pooled = conditioning["pooled_projections"]
-        return {"prompt_embeds": conditioning["encoder_hidden_states"], "pooled_prompt_embeds": pooled}
 
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         given = super().encode_prompts(pipeline, captions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +97,10 @@ class TransformerFamily(Family):
         """Return whether it is the scheduler that the pipelines give their own sigmas to."""
         return type(scheduler).__name__ == FLOW_EULER
 
-    @abstractmethod
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         """Return encoded captions as arguments of the pipeline; "negative_" goes before those of guidance."""
+        names = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
+        return {names[key]: value for key, value in conditioning.items()}
 
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""
@@ -122,10 +122,11 @@ class TransformerFamily(Family):
     ) -> list[Image.Image]:
         guidance_scale = options.pop("guidance_scale")
         given = self.encode_prompts(pipeline, prompts)
-        if guidance_scale > self.no_guidance:
+        is_embedded = self.embeds_guidance(pipeline.transformer.config)
+        if guidance_scale > self.no_guidance and not is_embedded:
             negative = self.encode_prompts(pipeline, [negative_prompt] * len(prompts))
             given |= {f"negative_{name}": value for name, value in negative.items()}
-        given[self.guidance_option] = guidance_scale
+        given["guidance_scale" if is_embedded else self.guidance_option] = guidance_scale
         configs = {"vae": Component("diffusers", "", dict(pipeline.vae.config))}
         side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
         size = {name: options.pop(name) or side for name in ("height", "width")}

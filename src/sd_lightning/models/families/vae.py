@@ -21,6 +21,12 @@ TINY_SCALING = 0.857535183429718
 """Its scaling factor: ``tests/support/make_tiny.py`` measures it."""
 
 
+def vae_16(scaling_factor: float, shift_factor: float) -> Component:
+    """Return the VAE of 16 channels of Stable Diffusion 3 and Flux.1."""
+    own = {"sample_size": 1024, "use_quant_conv": False, "use_post_quant_conv": False}
+    return vae(latent_channels=16, scaling_factor=scaling_factor, shift_factor=shift_factor, **own)
+
+
 def vae(**config: Any) -> Component:
     """Return the VAE of the published models."""
     own = {

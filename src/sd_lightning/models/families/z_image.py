@@ -25,7 +25,7 @@ from sd_lightning.models.families.transformer import (
     qwen3_4b,
     tiny_qwen3,
 )
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
 
 MULTIPLE = 32
 """The network fills up the tokens of a caption, and those of an image, to a multiple of it with learned tokens:
@@ -128,14 +128,7 @@ class ZImage(ChatFamily):
             pipeline_class,
             networks={
                 "transformer": Component("diffusers", "ZImageTransformer2DModel", {"dim": 3840}),
-                "vae": vae(
-                    latent_channels=16,
-                    scaling_factor=0.3611,
-                    shift_factor=0.1159,
-                    sample_size=1024,
-                    use_quant_conv=False,
-                    use_post_quant_conv=False,
-                ),
+                "vae": vae_16(0.3611, 0.1159),
                 "text_encoder": qwen3_4b(class_name="Qwen3Model"),
             },
             scheduler=flow_euler(shift=6.0),

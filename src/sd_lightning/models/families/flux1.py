@@ -1,0 +1,141 @@
+"""Flux.1: a transformer of two kinds of blocks, CLIP, T5, and a VAE of 16 channels.
+
+Blocks, position ids, time and guidance are those of Black Forest Labs' reference, as diffusers has them. The sizes of
+``flux1_dev`` are those of the published checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.conditioning import Conditioning
+from sd_lightning.models.families.lora_names import LoraNames, flux_names
+from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, clip, tiny_clip
+from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
+from sd_lightning.models.families.transformer import (
+    TransformerFamily,
+    flow_euler,
+    image_positions,
+    to_latents,
+    to_tokens,
+)
+from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
+
+_DOUBLE_STREAM = {
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+    "norm1.linear": "img_mod.lin",
+    "norm1_context.linear": "txt_mod.lin",
+}
+_SINGLE_STREAM = {
+    **{f"attn.to_{part}": "linear1" for part in "qkv"},
+    "proj_mlp": "linear1",
+    "proj_out": "linear2",
+    "norm.linear": "modulation.lin",
+}
+_NAMES = flux_names(_DOUBLE_STREAM, _SINGLE_STREAM)
+
+
+def transformer(heads: int, double: int, single: int, text_width: int, pooled_width: int, **config: Any) -> Component:
+    """Return a denoiser with a number of blocks of either kind, for embeddings of T5 and pooled ones of CLIP."""
+    own = {"num_attention_heads": heads, "num_layers": double, "num_single_layers": single}
+    widths = {"joint_attention_dim": text_width, "pooled_projection_dim": pooled_width}
+    return Component("diffusers", "FluxTransformer2DModel", own | widths | config)
+
+
+class Flux1(TransformerFamily):
+    """Flux.1. All tokens of a caption are the denoiser's input, padding too, and T5 masks nothing.
+
+    The denoiser of FLUX.1-dev takes the guidance scale as an input and draws in one pass; those without, such as
+    de-distilled ones, draw with classifier-free guidance. The files of FLUX.1-schnell, which is distilled to four
+    steps, do not tell it from these.
+    """
+
+    pipeline_class = "FluxPipeline"
+    parts = {
+        "transformer": Part("diffusers", ("FluxTransformer2DModel",)),
+        "vae": VAE,
+        "text_encoder": CLIP,
+        "text_encoder_2": T5,
+        "tokenizer": TOKENIZER,
+        "tokenizer_2": T5_TOKENIZER,
+    }
+    frozen = ("text_encoder_2",)
+    absent = ("image_encoder", "feature_extractor")
+    width_key = "num_attention_heads"
+    max_sequence_length = 512
+    num_inference_steps = 28
+    guidance_scale = 3.5
+    guidance_option = "true_cfg_scale"
+    lora_targets = (
+        *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+    lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
+
+    def embeds_guidance(self, denoiser_config: Mapping[str, Any]) -> bool:
+        return bool(denoiser_config.get("guidance_embeds"))
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.patch_size**2
+
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Return T5's last hidden state, ``encoder_hidden_states`` (B, L, D), and CLIP's ``pooled_projections``."""
+        pooled = text_encoders["text_encoder"](input_ids["text_encoder"]).pooler_output
+        hidden = text_encoders["text_encoder_2"](input_ids["text_encoder_2"])[0]
+        return {"encoder_hidden_states": hidden, "pooled_projections": pooled}
+
+    def denoise(
+        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
+    ) -> Tensor:
+        count, _, height, width = noisy_latents.shape
+        text, device, size = conditioning["encoder_hidden_states"], noisy_latents.device, self.patch_size
+        guidance = conditioning.get("guidance", torch.ones(count, device=device))
+        packed: Tensor = denoiser(
+            hidden_states=to_tokens(noisy_latents, size),
+            timestep=timesteps.expand(count) / 1000,
+            guidance=guidance if self.embeds_guidance(denoiser.config) else None,  # type: ignore[arg-type]
+            pooled_projections=conditioning["pooled_projections"],
+            encoder_hidden_states=text,
+            txt_ids=torch.zeros(text.shape[1], 3, device=device),
+            img_ids=image_positions(height // size, width // size, 3, device),
+            return_dict=False,
+        )[0]
+        return to_latents(packed, height, width, size)
+
+    architectures = {
+        "tiny_flux": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(
+                    4, 1, 2, 96, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 6, 6]
+                ),
+                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
+                "text_encoder": tiny_clip(32),
+                "text_encoder_2": tiny_t5(96),
+            },
+            scheduler=flow_euler(shift=1.0),
+            max_length={"text_encoder": 8, "text_encoder_2": 16},
+            token_embedding_std=1.0,
+            is_tiny=True,
+        ),
+        "flux1_dev": Architecture(
+            pipeline_class,
+            networks={
+                "transformer": transformer(24, 19, 38, 4096, 768, guidance_embeds=True),
+                "vae": vae_16(0.3611, 0.1159),
+                "text_encoder": clip(768, 12, "quick_gelu", 768),
+                "text_encoder_2": t5_xxl(),
+            },
+            scheduler=flow_euler(shift=3.0, use_dynamic_shifting=True),
+            max_length={"text_encoder": 77, "text_encoder_2": 512},
+        ),
+    }

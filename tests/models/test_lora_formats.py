@@ -12,6 +12,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     ZImagePipeline,
@@ -26,6 +28,7 @@ from sd_lightning.models.families import Component
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
+from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.z_image import ZImage
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
@@ -75,6 +78,13 @@ def sd3() -> nn.Module:
     )  # fmt: skip
 
 
+def qwen_image() -> nn.Module:
+    return QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, axes_dims_rope=(4, 2, 2),
+    )  # fmt: skip
+
+
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     "flux1": (flux1, Flux1.lora_names, FLUX1_TARGETS, FluxPipeline),
     "flux1 more": (flux1, Flux1.lora_names, MORE_FLUX1_TARGETS, FluxPipeline),
@@ -94,6 +104,8 @@ TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
         ["attn2.to_k", "attn2.to_v", "attn2.to_out.0", "net.0.proj", "net.2", "add_v_proj"],
         StableDiffusion3Pipeline,
     ),
+    "qwen_image": (qwen_image, QwenImage.lora_names, list(QwenImage.lora_targets), QwenImagePipeline),
+    "qwen_image more": (qwen_image, QwenImage.lora_names, ["add_k_proj", "net.0.proj", "net.2"], QwenImagePipeline),
 }
 
 

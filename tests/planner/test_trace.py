@@ -20,7 +20,7 @@ from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.trace import Trace
-from small_models import SMALL_SDXL
+from small_models import SMALL_SDXL, TINY_TRANSFORMERS
 
 BATCH = 8
 
@@ -82,7 +82,7 @@ def test_a_trace_agrees_with_the_allocator(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux"])
+@pytest.mark.parametrize("name", TINY_TRANSFORMERS)
 def test_a_trace_of_a_transformer_agrees_with_the_allocator(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

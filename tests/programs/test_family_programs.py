@@ -16,6 +16,7 @@ from sd_lightning.models.lora import WEIGHTS_NAME
 from sd_lightning.storage.checkpoint import all_checkpoints
 from shaped_data import TINY as IN_BUCKETS
 from shaped_data import paint
+from small_models import TINY_TRANSFORMERS
 from small_training import same, stored
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ DREAMBOOTH = (
 )
 
 
-@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux"])
+@pytest.fixture(scope="module", params=TINY_TRANSFORMERS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The family that is trained, in a folder with ``run``: four steps of it, validated, and pictures read."""
     folder = tmp_path_factory.mktemp(request.param)

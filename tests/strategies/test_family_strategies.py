@@ -13,12 +13,13 @@ import pytest
 
 from comparing import rms
 from ranks import run_jobs
+from small_models import TINY_TRANSFORMERS
 from strategy_table import STRATEGIES
 from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux")
+FAMILIES = TINY_TRANSFORMERS
 CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
 RELAYS = (
     ("fsdp", "zero3", "gemini", "zero2_offload", "ddp"),
@@ -39,6 +40,7 @@ VARIED = (
     ("tiny_z_image", "gemini_offload", "two_passes"),
 )
 SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "zero2"), ("tiny_z_image", "zero3"), ("tiny_z_image", "fsdp")]
+RELAYED = [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_qwen_image", 0), ("tiny_sd3", 0), ("tiny_flux", 1)]
 BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 
@@ -82,13 +84,7 @@ _LEGS = [f"{{family}}:relay {{relay}}:{number}" for number in range(len(RELAYS[0
 
 
 @pytest.mark.needs("{family}:whole", *_LEGS)
-@pytest.mark.parametrize(
-    ("family", "relay"),
-    keep(
-        [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_sd3", 0), ("tiny_flux", 1)],
-        itertools.product(FAMILIES, range(len(RELAYS))),
-    ),
-)
+@pytest.mark.parametrize(("family", "relay"), keep(RELAYED, itertools.product(FAMILIES, range(len(RELAYS)))))
 def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
     results: dict[str, dict[str, Any]], family: str, relay: int
 ) -> None:

@@ -1,8 +1,8 @@
-"""Rebuild the files of the ``tiny`` model: a tokenizer for its captions and a VAE trained on the digits.
+"""Rebuild the files of the ``tiny`` models: a tokenizer for their captions and VAEs trained on the digits.
 
     python tests/support/make_tiny.py FOLDER
 
-Takes about half a minute on one CPU core.
+Takes about a minute on one CPU core.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ def make_tokenizer(corpus: list[str], *, max_length: int) -> Any:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)  # type: ignore[arg-type]
 
 
-def train_vae(images: Tensor, *, seed: int = 0) -> Any:
-    """Train the tiny VAE on images (N, 3, H, W) in [-1, 1]; latents get unit variance through ``scaling_factor``."""
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(seed)
+def train_vae(vae: Any, images: Tensor, *, seed: int = 0) -> None:
+    """Train a tiny VAE on images (N, 3, …) in [-1, 1]."""
     generator = torch.Generator().manual_seed(seed)
-    vae = AutoencoderKL.from_config(architecture("tiny").networks["vae"].config)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=_STEPS, pct_start=0.1)
     for step in range(_STEPS):
@@ -62,11 +58,38 @@ def train_vae(images: Tensor, *, seed: int = 0) -> Any:
         scheduler.step()
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}: loss {loss.item():.5f}")
+
+
+def scaled_vae(images: Tensor) -> Any:
+    """Return the trained VAE of most families; latents get unit variance through ``scaling_factor``."""
+    vae: Any = architecture("tiny").networks["vae"].instantiate(seed=0)
+    train_vae(vae, images)
     with torch.no_grad():
         posterior = vae.encode(images[:512]).latent_dist
         rms = (posterior.mean.square().mean() + posterior.var.mean()).sqrt()
     vae.register_to_config(scaling_factor=float(1 / rms))
     return vae
+
+
+def film_vae(images: Tensor) -> Any:
+    """Return the trained VAE of Qwen-Image, in float16; each channel has its own statistics.
+
+    One frame never meets weights for earlier ones: they are zeros.
+    """
+    films = images.unsqueeze(2)
+    vae: Any = architecture("tiny_qwen_image").networks["vae"].instantiate(seed=0)
+    train_vae(vae, films)
+    with torch.no_grad():
+        for module in vae.modules():
+            if isinstance(module, torch.nn.Conv3d):
+                module.weight[:, :, :-1] = 0
+        vae.half().float()
+        posterior = vae.encode(films).latent_dist
+        variance = posterior.mean.var((0, 2, 3, 4), correction=0) + posterior.var.mean((0, 2, 3, 4))
+    vae.register_to_config(
+        latents_mean=posterior.mean.mean((0, 2, 3, 4)).tolist(), latents_std=variance.sqrt().tolist()
+    )
+    return vae.half()
 
 
 def patch_statistics(vae: Any, images: Tensor) -> dict[str, Tensor]:
@@ -91,8 +114,9 @@ def main(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "tokenizer")
     pixels = [torch.from_numpy(place(source.image(i), (32, 32)).pixels.copy()) for i in range(len(source))]
     images = to_model_range(torch.stack(pixels))
-    vae = train_vae(images)
+    vae = scaled_vae(images)
     vae.save_pretrained(folder / "vae")
+    film_vae(images).save_pretrained(folder / "film_vae")
     save_file(patch_statistics(vae, images), folder / "vae" / "patch_statistics.safetensors")
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.components import load_network
-from sd_lightning.models.families import Architecture, Component, architecture, family_of
+from sd_lightning.models.families import FAMILIES, Architecture, Component, architecture, family_of
 from sd_lightning.models.loading import TINY_VAE
 
 _TINY = architecture("tiny")
@@ -97,3 +97,13 @@ def few_blocks(seed: int) -> LatentDiffusion:
     model = LatentDiffusion.build(_FEW_BLOCKS, seed=seed)
     model.networks["vae"], model.components["vae"] = load_network(model.components["vae"], TINY_VAE)
     return model
+
+
+TINY_TRANSFORMERS = [
+    name
+    for family in FAMILIES.values()
+    if family.denoiser == "transformer"
+    for name, each in family.architectures.items()
+    if each.is_tiny
+]
+"""The tiny models of every family with a transformer."""

@@ -28,7 +28,7 @@ from sd_lightning.storage.checkpoint import checkpoint_path
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.training.speed import Speed, use_attention_kernel
-from small_models import for_ragged_captions
+from small_models import TINY_TRANSFORMERS, for_ragged_captions
 from suites import keep
 
 
@@ -417,7 +417,7 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled(nam
 
 
 @pytest.mark.full("platform")
-@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_sd3", "tiny_flux"])
+@pytest.mark.parametrize("name", TINY_TRANSFORMERS)
 def test_compiled_blocks_of_transformers_train_as_eager_ones_whatever_the_length_of_captions(name: str) -> None:
     losses = []
     for compiled in (False, True):

@@ -298,7 +298,8 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
         return keys
     written = component.file_keys(network.state_dict())
     inner = f"{network.base_model_prefix}."  # of the model inside of one with a head
-    known = {name: (f"{inner}{name}", name.removeprefix(inner), name, written[name]) for name in written}
+    older = {n: n.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for n in written}
+    known = {n: (f"{inner}{n}", n.removeprefix(inner), older[n], n, written[n]) for n in written}
     keys = {name: key for name, several in known.items() for key in several if key in store}  # the last that is there
     for name, other in getattr(network, "all_tied_weights_keys", {}).items():  # transformers may have saved only one
         if name in keys:

@@ -6,7 +6,7 @@ import copy
 import filecmp
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,12 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             .load_class()
             .from_pretrained(TINY_TOKENIZER, model_max_length=architecture.length_of(name))
         )
-        if family.chat_template is not None:
-            tokenizer.chat_template = family.chat_template
+        family.adapt(tokenizer)
         tokenizers[family.tokenizer_of(name)] = tokenizer
         ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
-        config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
-        components[name] = replace(components[name], config=config)
+        config = components[name].config
+        config = config.get("text_config", config)
+        config.update({"vocab_size": len(tokenizer), **config, **ids})
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         networks = {name: component.instantiate() for name, component in components.items()}
@@ -122,7 +122,9 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
                 embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=std)
     if by_name and architecture.is_tiny and torch.device(device).type != "meta":
-        components["vae"] = fill_shipped_(networks["vae"], components["vae"], TINY_VAE)
+        components["vae"] = fill_shipped_(
+            networks["vae"], components["vae"], TINY_VAE.with_name(architecture.shipped_vae)
+        )
     components["scheduler"] = architecture.scheduler
     return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
 

@@ -43,6 +43,8 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
     if run.lora is not None:
         with torch.device("meta"):
             run.lora.of_family(model.family).apply_(networks)
+    denoiser = networks[model.family.denoiser]
+    freeze_unused(denoiser, model.family.unused_parameters(denoiser))
     if run.train_text_encoder:
         for name, unused in unused_parameters(model).items():
             if name in networks:

@@ -33,6 +33,7 @@ def choose_trained(
             model.deferred[name] = model.deferred[name].renamed(plain_names(adapted[name].state_dict()))
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
+    freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))
     for name, unused in unused_parameters(model).items() if train_text_encoder else ():
         freeze_unused(model.networks[name], unused)
 

@@ -122,8 +122,9 @@ def real_tokens(input_ids: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
     found: dict[int, Tensor] = {}
     for name, ids in input_ids.items():
         if not name.endswith(MASK):
-            length = ids.shape[1]
-            last = (input_ids.get(f"{name}{MASK}", torch.ones_like(ids)) != 0) * torch.arange(1, length + 1)
+            mask = input_ids.get(f"{name}{MASK}", torch.ones_like(ids))  # of all tokens, or of those that stay
+            length = mask.shape[1]
+            last = (mask != 0) * torch.arange(1, length + 1)
             found[length] = last.amax(1).maximum(found.get(length, torch.zeros_like(ids[:, 0])))
     return {length: each.numpy().astype(np.int64) for length, each in found.items()}
 

@@ -14,6 +14,7 @@ from sd_lightning.models.families.base import Family
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
+from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.sdxl import SDXL
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
@@ -21,7 +22,15 @@ from sd_lightning.models.families.z_image import ZImage
 
 FAMILIES: dict[str, Family] = {
     family.pipeline_class: family
-    for family in (StableDiffusion(), SDXL(), StableDiffusion3(), Flux1(), Flux2Klein(), ZImage())
+    for family in (
+        StableDiffusion(),
+        SDXL(),
+        StableDiffusion3(),
+        Flux1(),
+        Flux2Klein(),
+        ZImage(),
+        QwenImage(),
+    )
 }
 """By pipeline class."""
 

@@ -145,7 +145,18 @@ class Family(ABC):
             f"that stays frozen; leave out {setting}"
         )
 
+    def unused_parameters(self, denoiser: nn.Module) -> list[str]:
+        """Return the names of weights of the denoiser that its prediction does not depend on, which stay frozen.
+
+        DistributedDataParallel would wait for their gradients.
+        """
+        return []
+
     # Captions
+
+    def adapt(self, tokenizer: Any) -> None:
+        """Make the tokenizer that ships with the package one of this family, for models built without files."""
+        tokenizer.chat_template = self.chat_template
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
         """Return what the tokenizer reads for captions; it may have a chat template."""

@@ -16,7 +16,8 @@ Normal = Callable[[tuple[int, ...]], Tensor]
 
 def vae_factor(config: Mapping[str, Any]) -> int:
     """Return the image pixels per pixel of the VAE's own latents along one side, by its configuration."""
-    return int(2 ** (len(config["block_out_channels"]) - 1))
+    levels = config["block_out_channels"] if "block_out_channels" in config else config["dim_mult"]
+    return int(2 ** (len(levels) - 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,8 @@ class TransformerFamily(Family):
             negative = self.encode_prompts(pipeline, [negative_prompt] * len(prompts))
             given |= {f"negative_{name}": value for name, value in negative.items()}
         given["guidance_scale" if is_embedded else self.guidance_option] = guidance_scale
-        configs = {"vae": Component("diffusers", "", dict(pipeline.vae.config))}
+        parts = ("vae", "scheduler")
+        configs = {name: Component("diffusers", "", dict(getattr(pipeline, name).config)) for name in parts}
         side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
         size = {name: options.pop(name) or side for name in ("height", "width")}
         images: list[Image.Image] = pipeline(**given, generator=generators, **size, **options).images
@@ -141,7 +142,7 @@ class ChatFamily(TransformerFamily):
     has_attention_masks = True
     max_sequence_length = 512  # chat models read far more than pipelines give them
     # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
-    chat_template = (
+    chat_template: str | None = (
         "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
     )
@@ -156,6 +157,8 @@ class ChatFamily(TransformerFamily):
     def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return all hidden states (B, L, D) of a chat model, without the logits that its last layer would make.
 
+        Of models that also see, only the language model computes.
+
         Args:
             text_encoders: By name.
             input_ids: From :meth:`tokenize`; on the meta device, which has no values, nothing is masked.
@@ -163,6 +166,6 @@ class ChatFamily(TransformerFamily):
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
         attended = {"full_attention": None} if mask.is_meta else mask  # transformers would look at the mask's values
         options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
-        output = text_encoders["text_encoder"].base_model(ids, **options)
+        output = text_encoders["text_encoder"].get_decoder()(ids, **options)
         states: tuple[Tensor, ...] = output.hidden_states
         return states

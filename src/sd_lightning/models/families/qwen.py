@@ -1,0 +1,111 @@
+"""What Qwen-Image and Krea 2 share: the VAE, the text around captions, and text encoders that also see.
+
+The VAE is one of films (Wan 2.1, arXiv 2503.20314, with a decoder for images: arXiv 2508.02324, section 2.3).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sd_lightning.models.families.architecture import Component, Part
+from sd_lightning.models.families.base import MASK
+from sd_lightning.models.families.latents import LatentSpace, vae_factor
+from sd_lightning.models.families.transformer import ChatFamily
+
+FILM_VAE = Part("diffusers", ("AutoencoderKLQwenImage",))
+PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+PREFIX_TOKENS = 34
+"""Of :data:`PREFIX`, whose hidden states are no input of the denoiser: ``prompt_template_encode_start_idx``."""
+
+TINY_STATISTICS = {
+    "latents_mean": [0.5706153512001038, -0.028360925614833832, -1.900916576385498, -0.03764612600207329],
+    "latents_std": [1.2565432786941528, 0.508507490158081, 1.2706142663955688, 1.9317100048065186],
+}
+"""Of the VAE that ships with the package: ``tests/support/make_tiny.py`` measures them."""
+
+
+def film_vae(**config: Any) -> Component:
+    """Return the VAE of the published models."""
+    return Component("diffusers", "AutoencoderKLQwenImage", {"z_dim": 16, "dim_mult": [1, 2, 4, 4]} | config)
+
+
+def tiny_film_vae() -> Component:
+    """Return the one that ships with the package: digits of 32 x 32 pixels, 8 x 8 latents of 4 channels."""
+    small = {"base_dim": 6, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}
+    return film_vae(**small, z_dim=4, **TINY_STATISTICS)
+
+
+class QwenFamily(ChatFamily):
+    """Base of a family with the VAE of Qwen-Image and its text around captions; a mask hides padding."""
+
+    masks_padding = True
+    chat_template = None
+    max_sequence_length = 512 + PREFIX_TOKENS
+
+    def adapt(self, tokenizer: Any) -> None:
+        """Make the text around captions as many tokens as in the published tokenizer: words, marks and newlines."""
+        from tokenizers import AddedToken
+
+        words = dict.fromkeys(re.findall(r"<\|\w+\|>| ?\w+|.", PREFIX + SUFFIX, re.DOTALL))
+        tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+        tokenizer.backend_tokenizer.post_processor = None  # it would add a first and a last token
+
+    # Captions
+
+    def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
+        return [PREFIX + caption + SUFFIX for caption in captions]
+
+    def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return token ids (B, 34 + L) with those of :data:`PREFIX`, and a mask (B, L) of the others."""
+        found = super().tokenize(tokenizers, captions)
+        return {name: each[:, PREFIX_TOKENS:] if name.endswith(MASK) else each for name, each in found.items()}
+
+    def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return all hidden states (B, L, D) after :data:`PREFIX`."""
+        mask = f"text_encoder{MASK}"
+        whole = {**input_ids, mask: F.pad(input_ids[mask], (PREFIX_TOKENS, 0), value=1)}
+        return tuple(each[:, PREFIX_TOKENS:] for each in super().hidden_states(text_encoders, whole))
+
+    # Pixels: an image is a film of one frame.
+
+    def resolution(self, components: Mapping[str, Component]) -> int:
+        """Return the pipelines' 1024 pixels, or fewer if the scheduler's shift knows fewer tokens."""
+        tokens = int(components["scheduler"].config.get("max_image_seq_len", 4096))
+        return min(1024, math.isqrt(tokens) * self.size_multiple(components["vae"].config))
+
+    def latent_space(self, vae: Any) -> LatentSpace:
+        """Return a space whose channels have statistics of their own, in the VAE's configuration."""
+        config = vae.config
+        return LatentSpace(
+            channels=int(config["z_dim"]),
+            factor=vae_factor(config),
+            shift=torch.tensor(config["latents_mean"]),
+            scale=1 / torch.tensor(config["latents_std"]),
+        )
+
+    def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
+        moments: Tensor = vae.encode(pixel_values.unsqueeze(2)).latent_dist.parameters
+        return moments.squeeze(2)
+
+    @contextmanager
+    def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
+        before, vae.use_tiling = vae.use_tiling, vae.use_tiling or tiling  # its own tiles are of 256 pixels
+        try:
+            yield
+        finally:
+            vae.use_tiling = before
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.patch_size**2

@@ -96,6 +96,8 @@ class Architecture:
     is_tiny: bool = False
     """Whether it is small, for tests and digits; :meth:`LatentDiffusion.build` gives its VAE the trained weights that
     ship with the package, if it is given by name."""
+    licence: str = ""
+    """Of the published weights: "Apache 2.0". Said when they are loaded; "" where none are published."""
 
     def length_of(self, text_encoder: str) -> int:
         """Return the number of tokens per caption of a text encoder."""

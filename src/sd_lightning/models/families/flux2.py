@@ -162,6 +162,7 @@ class Flux2Klein(TransformerFamily):
             },
             scheduler=scheduler,
             max_length=512,
+            licence="Apache 2.0",
         ),
         "klein_9b": Architecture(
             pipeline_class,
@@ -172,5 +173,6 @@ class Flux2Klein(TransformerFamily):
             },
             scheduler=scheduler,
             max_length=512,
+            licence="FLUX Non-Commercial",
         ),
     }

@@ -139,6 +139,7 @@ class ZImage(TransformerFamily):
             },
             scheduler=flow_euler(shift=6.0),
             max_length=512,
+            licence="Apache 2.0",
         ),
     }
 

@@ -3,9 +3,9 @@
     python benchmarks/step_stamps.py STAMPS.json MODULE [ARGUMENT…]    like python -m MODULE ARGUMENT…
 
 STAMPS.json becomes `{"steps": …, "peak_bytes": …, "denoiser": …, "encoders": …, "optimizer": …}`: seconds of one clock
-at the end of each optimizer step, the most memory of the process, and the seconds of each step that went into forward and
-backward of diffusers' UNet, into the VAE's and the text encoder's forward, and into the optimizer. The rest is what a
-program adds to them.
+at the end of each optimizer step, the most memory of the process, and the seconds of each step that went into forward
+and backward of diffusers' UNet, into the VAE's and the text encoder's forward, and into the optimizer. The rest is what
+a program adds to them.
 """
 
 import atexit

@@ -41,7 +41,7 @@ TABLE = {
 }
 NEEDS = {"DIFFUSERS_DREAMBOOTH": "the folder examples/dreambooth of a checkout of diffusers, of May 2026 or newer"}
 OLDEST = (0, 39)
-"""Release of diffusers for which a script is written; older ones repeat prompts wrongly with class pictures (#13415)."""
+"""Release of diffusers for which a script is written; older ones mix up prompts of class pictures (#13415)."""
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 BATCH_SIZE, NUM_IMAGES, RESOLUTION, MAX_LENGTH, LEARNING_RATE, RANK = 8, 64, 32, 16, 1e-3, 4
@@ -240,7 +240,7 @@ def our_losses(pipeline: Path, given: dict[str, Any]) -> list[float]:
         if (error := float(distance.amin(1).max())) > 1e-5:
             raise RuntimeError(f"encoded images differ by {error:.2g}")
         batch = {
-            "latents": model.latent_space.latents(moments[index], lambda shape: torch.zeros(len(index), *shape)),
+            "latents": model.latent_space.latents(moments[index], lambda shape: torch.zeros(BATCH_SIZE, *shape)),
             "conditioning": {key: each[index] for key, each in conditioning.items()},
             "index": index,
             "epoch": torch.zeros_like(index),

@@ -21,7 +21,7 @@ from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
 from sd_lightning.models import families
 from sd_lightning.models.components import load_network
-from sd_lightning.models.families import Architecture, Component, architecture
+from sd_lightning.models.families import Architecture, Component, architecture, sampling
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.latent_diffusion import load_model
@@ -467,9 +467,11 @@ def test_the_licence_is_said_once_when_published_weights_are_loaded(
     assert "licence" not in caplog.text
     known: Any = families.FAMILIES["StableDiffusionPipeline"].architectures
     monkeypatch.setitem(known, "tiny", replace(known["tiny"], licence="Some Licence"))
-    for rank in ("0", "1"):  # the other process says nothing
+    monkeypatch.setattr(sampling, "_said", set())
+    for rank in ("1", "0", "0"):  # other processes say nothing
         monkeypatch.setenv("LOCAL_RANK", rank)
         load_model(architecture="tiny", pretrained=str(tmp_path))
+        assert ("licence" in caplog.text) is (rank == "0")
     assert caplog.text.count("model=tiny: the licence of the published weights is Some Licence") == 1
 
 

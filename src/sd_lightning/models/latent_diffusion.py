@@ -15,6 +15,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.models import families
 from sd_lightning.models.families import Architecture, Component, Conditioning
 from sd_lightning.models.families.latents import LatentSpace
+from sd_lightning.models.families.sampling import is_new
 from sd_lightning.models.loading import (
     PipelineParts,
     build_parts,
@@ -250,7 +251,7 @@ def load_model(
     if pretrained is not None:
         check_pretrained(architecture, pretrained, revision=revision)
         licence = families.architecture(architecture).licence
-        if licence and is_first_process():
+        if licence and is_first_process() and is_new("licence", architecture):
             log.info("model=%s: the licence of the published weights is %s", architecture, licence)
         unread = (*deferred, "denoiser") if fresh_denoiser else deferred
         model = LatentDiffusion.from_pretrained(

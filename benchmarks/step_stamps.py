@@ -2,9 +2,10 @@
 
     python benchmarks/step_stamps.py STAMPS.json MODULE [ARGUMENT…]    like python -m MODULE ARGUMENT…
 
-STAMPS.json becomes `{"steps": …, "denoiser": …, "encoders": …, "optimizer": …}`: seconds of one clock at the end of
-each optimizer step, and the seconds of each step that went into forward and backward of diffusers' UNet, into the VAE's
-and the text encoder's forward, and into the optimizer. The rest is what a program adds to them.
+STAMPS.json becomes `{"steps": …, "peak_bytes": …, "denoiser": …, "encoders": …, "optimizer": …}`: seconds of one clock
+at the end of each optimizer step, the most memory of the process, and the seconds of each step that went into forward
+and backward of diffusers' UNet, into the VAE's and the text encoder's forward, and into the optimizer. The rest is what
+a program adds to them.
 """
 
 import atexit
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from process_memory import peak
 
 PARTS = ("denoiser", "encoders", "optimizer")
 
@@ -65,7 +68,7 @@ def record(path: Path) -> None:
     register_optimizer_step_post_hook(note)
     _time_denoiser(functools.partial(add, "denoiser"))
     _time_encoders(functools.partial(add, "encoders"))
-    atexit.register(lambda: path.write_text(json.dumps({"steps": steps} | taken)))
+    atexit.register(lambda: path.write_text(json.dumps({"steps": steps, "peak_bytes": peak()} | taken)))
 
 
 def _time_denoiser(add: Callable[[float], None]) -> None:

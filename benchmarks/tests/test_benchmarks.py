@@ -36,7 +36,7 @@ def test_every_case_says_what_it_measures_its_bars_and_its_peers() -> None:
             sign, limit = bar.split()
             assert sign in lines.COMPARE and float(limit) > 0
         assert case.TABLE, "the figures of every case are shown"
-        if name != "vs_diffusers":  # which reads the version of a script
+        if not name.startswith("vs_diffusers"):  # which read the versions of scripts
             assert all(isinstance(settings, dict) for settings in getattr(case, "peers", dict)().values())
 
 
@@ -383,6 +383,42 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(monkeypatch: 
     averaged = [float((e - old).detach().abs().max()) for e, old in zip(bare.ema, before)]
     assert max(moved) > 0 and all(0 <= average <= move for average, move in zip(averaged, moved))
     assert max(averaged) > 0
+
+
+@pytest.mark.parametrize("name", run.load_case("vs_diffusers_klein").FAMILIES)
+def test_both_sides_of_vs_diffusers_klein_get_the_same_settings(tmp_path: Path, name: str) -> None:
+    import hydra
+
+    from sd_lightning import _conf
+
+    case = run.load_case("vs_diffusers_klein")
+    _, *arguments = case.peer_command(name, tmp_path, steps=7)
+    peer: dict[str, Any] = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    program, *overrides = case.our_command(name, tmp_path, steps=7)
+    with hydra.initialize_config_dir(_conf.config_dir(), version_base="1.3"):
+        cfg = hydra.compose("dreambooth", [*overrides, "name=unused"])
+    assert program == "sd_lightning.dreambooth" and cfg.model.architecture == name
+    assert cfg.model.pretrained == peer["pretrained_model_name_or_path"]
+    assert str(cfg.data.resolution) == peer["resolution"] and cfg.data.center_crop and "center_crop" in peer
+    assert str(cfg.data.batch_size) == peer["train_batch_size"] and cfg.data.cache_latents
+    assert cfg.trainer.max_steps == 7 == int(peer["max_train_steps"]) and str(cfg.lora.rank) == peer["rank"]
+    assert cfg.optimizer.lr == float(peer["learning_rate"]) and cfg.trainer.gradient_clip_val == 1.0
+    assert cfg.trainer.precision == "32-true" and peer["mixed_precision"] == "no" and "ema" not in cfg.callbacks
+
+
+def test_vs_diffusers_klein_refuses_a_script_from_before_the_repairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = run.load_case("vs_diffusers_klein")
+    monkeypatch.setenv("DIFFUSERS_DREAMBOOTH", str(tmp_path))
+    with pytest.raises(SystemExit, match="flux2_klein.py: there is no such file; set DIFFUSERS_DREAMBOOTH to the fol"):
+        case.script_of("tiny_klein")
+    script = tmp_path / case.FAMILIES["tiny_klein"]
+    script.write_text('check_min_version("0.38.0.dev0")')
+    with pytest.raises(SystemExit, match="not a script for diffusers 0.39 or newer; set DIFFUSERS_DREAMBOOTH to"):
+        case.script_of("tiny_klein")
+    script.write_text('check_min_version("0.40.0.dev0")')
+    assert case.script_of("tiny_klein") == script
 
 
 def test_both_sides_of_vs_diffusers_get_the_same_settings(tmp_path: Path) -> None:

@@ -8,17 +8,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
+from sd_lightning.models import families
 from sd_lightning.models.components import load_network
-from sd_lightning.models.families import Architecture, Component, architecture
+from sd_lightning.models.families import Architecture, Component, architecture, sampling
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.latent_diffusion import load_model
@@ -433,6 +436,52 @@ def test_hub_id_without_a_network_says_why_and_what_to_do() -> None:
     assert "offline mode is enabled" in message
     assert message.endswith("check the id, the network and your access, or give a local folder")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("load", [LatentDiffusion.from_pretrained, LatentDiffusion.describe])
+def test_a_gated_repository_says_where_to_accept_its_licence(
+    load: Callable[[str], LatentDiffusion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the library passes the hub's error on or raises its own."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        response: Any = SimpleNamespace(headers={}, request=None)
+        gated = GatedRepoError("401 Client Error\nAccess is restricted.", response=response)
+        if load == LatentDiffusion.describe:
+            raise gated
+        raise OSError("Cannot load model some/model") from gated
+
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UsageError) as error:
+        load("some/model")
+    assert str(error.value) == (
+        "model.pretrained=some/model: a gated repository, and no token that may read it was found; accept its licence "
+        "at https://huggingface.co/some/model, then run hf auth login or set HF_TOKEN"
+    )
+
+
+def test_the_licence_is_said_once_when_published_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sd_lightning")
+    LatentDiffusion.build("tiny").save_pretrained(tmp_path)
+    load_model(architecture="tiny", pretrained=str(tmp_path))
+    assert "licence" not in caplog.text
+    known: Any = families.FAMILIES["StableDiffusionPipeline"].architectures
+    monkeypatch.setitem(known, "tiny", replace(known["tiny"], licence="Some Licence"))
+    monkeypatch.setattr(sampling, "_said", set())
+    for rank in ("1", "0", "0"):  # other processes say nothing
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        load_model(architecture="tiny", pretrained=str(tmp_path))
+        assert ("licence" in caplog.text) is (rank == "0")
+    assert caplog.text.count("model=tiny: the licence of the published weights is Some Licence") == 1
+
+
+def test_every_published_architecture_has_a_licence() -> None:
+    for family in families.FAMILIES.values():
+        for name, each in family.architectures.items():
+            assert bool(each.licence) is not each.is_tiny, name
 
 
 def _variant(name: str, **unet: Any) -> Architecture:

@@ -72,6 +72,7 @@ def test_adapters_begin_with_the_same_values_whatever_happened_before() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in first)
 
 
+@pytest.mark.holds("LoRA")
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [

@@ -97,6 +97,7 @@ def test_class_images_are_kept_and_topped_up(full: Path, folder: Path) -> None:
         assert four.width < many.width, "four pictures of the validation prompt"
 
 
+@pytest.mark.holds("DreamBooth", of="tiny")
 def test_a_full_run_writes_a_pipeline_that_diffusers_loads_from_a_folder_and_from_one_file(
     full: Path, folder: Path
 ) -> None:

@@ -58,6 +58,7 @@ def trained(run: str) -> dict[str, Any]:
     return stored(all_checkpoints(Path(run))[-1])
 
 
+@pytest.mark.holds("full")
 def test_captions_and_pictures_of_a_run_are_measured(family: str) -> None:
     found = summary("run")
     assert 0 < found["val_loss"] < 3 and found["caption_gap"] != 0
@@ -71,6 +72,7 @@ def test_recomputed_blocks_train_the_same(family: str, speed: str) -> None:
     assert same(trained("run"), trained(run))
 
 
+@pytest.mark.holds("stores")
 def test_a_store_trains_as_its_images_do(family: str) -> None:
     images = "data=digits data.num_val_samples=8 dtype=float32"
     assert call(f"precompute model={family} {images} store=latents text=true workers=1") == 0
@@ -80,6 +82,7 @@ def test_a_store_trains_as_its_images_do(family: str) -> None:
         assert summary("stored")[name] == pytest.approx(summary("run")[name], abs=1e-4), name
 
 
+@pytest.mark.holds("buckets")
 def test_buckets_of_several_shapes_are_trained_on_at_once(family: str) -> None:
     buckets = " ".join(f"data.{name}={str(value).lower()}" for name, value in IN_BUCKETS.items())
     data = f"data=images data.train_data_dir=../pictures data.num_val_samples=5 data.resolution=32 {buckets}"
@@ -88,6 +91,7 @@ def test_buckets_of_several_shapes_are_trained_on_at_once(family: str) -> None:
     assert summary("buckets")["final_loss"] > 0 and summary("buckets")["val_loss"] > 0
 
 
+@pytest.mark.holds("int8")
 def test_int8_draws_nearly_the_same(family: str) -> None:
     draw = "generate run=run 'prompts=[a handwritten three]' num_inference_steps=2 guidance_scale=3"
     assert call(f"{draw} output_dir=whole") == 0
@@ -96,7 +100,8 @@ def test_int8_draws_nearly_the_same(family: str) -> None:
     assert 0 < difference.mean() < 4
 
 
-@pytest.mark.parametrize("trainable", ["full", "lora"])
+@pytest.mark.holds("DreamBooth")
+@pytest.mark.parametrize("trainable", ["full", pytest.param("lora", marks=pytest.mark.holds("LoRA"))])
 def test_dreambooth_draws_its_class_and_trains(family: str, trainable: str) -> None:
     prior = "with_prior_preservation=true 'class_prompt=a handwritten digit' num_class_images=2 class_data_dir=drawn"
     run = f"dreambooth-{trainable}"

@@ -195,6 +195,7 @@ def test_variants_serve_a_random_crop(cli: Any, call_main: Any, photos: Path) ->
     assert call_main(train, *data, *SMALL, "output_dir=runs/random")[0] == 0
 
 
+@pytest.mark.holds("stores", of="tiny")
 def test_buckets_are_stored_and_trained_on(cli: Any, call_main: Any, photos: Path, tmp_path: Path) -> None:
     for i in range(8):
         write_picture(photos, f"tall-{i}", colour=i)

@@ -23,6 +23,7 @@ COMMAND = (
 VALIDATING = {"limit_val_batches": 1.0}
 
 
+@pytest.mark.holds("buckets", of="tiny")
 def test_the_program_trains_validates_and_resumes_in_buckets_and_refuses_others(
     call_main: Callable[..., tuple[int, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -418,6 +418,7 @@ def test_float_inputs_may_name_the_network(model: LatentDiffusion, tmp_path: Pat
         assert kernels(each.networks["text_encoder"]) == {"bitsandbytes"}
 
 
+@pytest.mark.holds("int8")
 @pytest.mark.parametrize("architecture", ["tiny", "sdxl"])
 def test_saved_int8_loads_bit_equal(architecture: str, tmp_path: Path) -> None:
     model = LatentDiffusion.build(SMALL_SDXL if architecture == "sdxl" else architecture)

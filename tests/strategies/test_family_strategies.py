@@ -98,6 +98,7 @@ def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
 
 
 @pytest.mark.needs("{family}:{name}:sampled", "{family}:{name}:plain", "{family}:whole")
+@pytest.mark.holds("strategies")
 @pytest.mark.parametrize(("family", "name"), keep(SWAPPED, CASES))
 def test_drawing_and_validating_with_the_average_change_no_bit_of_the_training(
     results: dict[str, dict[str, Any]], family: str, name: str
@@ -111,6 +112,7 @@ def test_drawing_and_validating_with_the_average_change_no_bit_of_the_training(
     assert "val/caption_gap" in sampled["metrics"]
 
 
+@pytest.mark.holds("strategies")
 @pytest.mark.needs("{family}:{name}:{variation}", "{family}:whole", "{family}:lora")
 @pytest.mark.parametrize(
     ("family", "name", "variation"), keep(VARIED, [(*case, variation) for case in CASES for variation in VARIATIONS])

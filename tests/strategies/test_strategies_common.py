@@ -173,6 +173,7 @@ _VALIDATING = {"limit_val_batches": 1, "val_check_interval": 4}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.holds("strategies", of="tiny")
 @pytest.mark.needs("whole", "two_halves", "{name}:parity")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_losses_and_weights_are_those_of_one_process(results: Trained, name: str) -> None:

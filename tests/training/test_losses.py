@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, Objective
+from sd_lightning.diffusion import objective
 from sd_lightning.training.losses import DiffusionLoss
 from small_models import few_blocks
 
@@ -71,3 +73,59 @@ def test_held_out_losses_do_not_depend_on_the_law_that_the_run_trains_with(model
     for each in held_out[1:]:
         assert each.keys() == held_out[0].keys() == {"loss", "caption_gap"}
         assert all(torch.equal(values, held_out[0][name]) for name, values in each.items())
+
+
+@pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
+@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image"])
+def test_loss_and_gradient_are_those_of_diffusers_dreambooth_scripts(
+    name: str, scheme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their step, as ``train_dreambooth_lora_flux2_klein.py`` and ``…_z_image.py`` have it, given our latents."""
+    model = LatentDiffusion.build(name, seed=3)
+    for network in model.networks.values():
+        network.requires_grad_(network is model.denoiser)
+    prompts = ["a handwritten three", "the digit seven"]
+    torch.manual_seed(5)
+    u = compute_density_for_timestep_sampling(scheme, 2, 0.0, 1.0, 1.29)
+    latents = torch.randn(2, *model.latent_space.shape(32, 48))
+    noise = torch.randn_like(latents)
+    loss = script_loss(model.pipeline(), latents, noise, u, prompts, scheme)
+    expected = torch.autograd.grad(loss, list(model.denoiser.parameters()))
+
+    monkeypatch.setattr(objective, "normal", lambda *_: noise)
+    monkeypatch.setattr(objective, "uniform", lambda *_: (1000 - (u * 1000).long()) / 1000)
+    index = torch.arange(2)
+    batch = {"latents": latents, "epoch": torch.zeros_like(index), "index": index, "input_ids": model.tokenize(prompts)}
+    batch["conditioning"] = model.condition(model.text_encoders, batch)
+    ours = losses_of(model, weighting_scheme=scheme).mean({"transformer": model.denoiser}, batch)
+    torch.testing.assert_close(ours, loss, atol=1e-5, rtol=0)
+    made = torch.autograd.grad(ours, list(model.denoiser.parameters()))
+    for (key, _), one, other in zip(model.denoiser.named_parameters(), made, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def script_loss(pipeline: Any, latents: Tensor, noise: Tensor, u: Tensor, prompts: list[str], scheme: Any) -> Tensor:
+    scheduler = pipeline.scheduler
+    timesteps = scheduler.timesteps[(u * scheduler.config.num_train_timesteps).long()]
+    indices = [int((scheduler.timesteps == t).nonzero()) for t in timesteps]
+    sigmas = scheduler.sigmas[indices].view(-1, 1, 1, 1)
+    noisy = (1.0 - sigmas) * latents + sigmas * noise
+    encoded = pipeline.encode_prompt(prompt=list(prompts), max_sequence_length=16)
+    if hasattr(pipeline, "_prepare_latent_ids"):
+        ids = pipeline._prepare_latent_ids(noisy)
+        made = pipeline.transformer(
+            hidden_states=pipeline._pack_latents(noisy),
+            timestep=timesteps / 1000,
+            guidance=None,
+            encoder_hidden_states=encoded[0],
+            txt_ids=encoded[1],
+            img_ids=ids,
+            return_dict=False,
+        )[0]
+        prediction = pipeline._unpack_latents_with_ids(made, ids)
+    else:
+        given = list(noisy.unsqueeze(2).unbind(dim=0))
+        made = pipeline.transformer(given, (1000 - timesteps) / 1000, encoded[0], return_dict=False)[0]
+        prediction = -torch.stack(made).squeeze(2)
+    weighting = compute_loss_weighting_for_sd3(scheme, sigmas)
+    return (weighting * (prediction - (noise - latents)) ** 2).flatten(1).mean(1).mean()

@@ -243,6 +243,7 @@ def test_every_trained_parameter_gets_a_gradient(architecture: Any, train_text_e
     assert all(optimizer.state[p]["exp_avg"].any() for p in trained)
 
 
+@pytest.mark.holds("full")
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow"])
 @pytest.mark.parametrize("architecture", ["tiny", SMALL_SDXL], ids=["sd", "sdxl"])
 def test_each_objective_trains_and_its_export_samples_alike_in_plain_diffusers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_process
+from sd_lightning.models import families
 from sd_lightning.models.families import Architecture, Component, Conditioning
 from sd_lightning.models.families.latents import LatentSpace
+from sd_lightning.models.families.sampling import is_new
 from sd_lightning.models.loading import (
     PipelineParts,
     build_parts,
@@ -23,6 +27,8 @@ from sd_lightning.models.loading import (
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+log = logging.getLogger(__name__)
 
 
 class LatentDiffusion(PipelineParts):
@@ -245,6 +251,9 @@ def load_model(
     """
     if pretrained is not None:
         check_pretrained(architecture, pretrained, revision=revision)
+        licence = families.architecture(architecture).licence
+        if licence and is_first_process() and is_new("licence", architecture):
+            log.info("model=%s: the licence of the published weights is %s", architecture, licence)
         unread = (*deferred, "denoiser") if fresh_denoiser else deferred
         model = LatentDiffusion.from_pretrained(
             pretrained, revision=revision, variant=variant, vae=vae, deferred=unread

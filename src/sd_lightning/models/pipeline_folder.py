@@ -77,9 +77,18 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
     try:
         return Path(download(str(name)))
     except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
+        from huggingface_hub.errors import GatedRepoError
+
+        chain = _chain(error)
+        if any(isinstance(each, GatedRepoError) for each in chain):
+            raise UsageError(
+                f"model.pretrained={name}: a gated repository, and no token that may read it was found; accept its "
+                f"licence at https://huggingface.co/{name}, then run hf auth login or set HF_TOKEN"
+            ) from error
+        why = f"{type(chain[-1]).__name__}: {first_line(chain[-1])}"  # the hub client's last error has only hints
         raise UsageError(
-            f"model.pretrained={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the "
-            "network and your access, or give a local folder"
+            f"model.pretrained={name}: cannot be downloaded from the hub ({why}); check the id, the network and your "
+            "access, or give a local folder"
         ) from error
 
 
@@ -180,8 +189,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _root_cause(error: BaseException) -> str:
-    """Return the message of a chain's first error: the hub client's last one has only hints."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return f"{type(error).__name__}: {first_line(error)}"
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, the first one last."""
+    cause = error.__cause__ or error.__context__
+    return [error, *(_chain(cause) if cause else ())]

@@ -98,6 +98,8 @@ class Architecture:
     ship with the package, if it is given by name."""
     shipped_vae: str = "vae"
     """Folder of these weights."""
+    licence: str = ""
+    """Of the published weights: "Apache 2.0". Said when they are loaded; "" where none are published."""
 
     def length_of(self, text_encoder: str) -> int:
         """Return the number of tokens per caption of a text encoder."""

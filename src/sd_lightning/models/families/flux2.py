@@ -151,6 +151,7 @@ class Flux2Klein(ChatFamily):
             },
             scheduler=scheduler,
             max_length=512,
+            licence="Apache 2.0",
         ),
         "klein_9b": Architecture(
             pipeline_class,
@@ -161,5 +162,6 @@ class Flux2Klein(ChatFamily):
             },
             scheduler=scheduler,
             max_length=512,
+            licence="FLUX Non-Commercial",
         ),
     }

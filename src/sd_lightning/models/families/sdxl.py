@@ -88,5 +88,6 @@ class SDXL(UNetFamily):
                 "EulerDiscreteScheduler",
                 {**BETAS, "prediction_type": "epsilon", "timestep_spacing": "leading", "steps_offset": 1},
             ),
+            licence="CreativeML Open RAIL++-M",
         )
     }

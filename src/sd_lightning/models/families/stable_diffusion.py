@@ -134,6 +134,7 @@ class StableDiffusion(UNetFamily):
                 "text_encoder": clip(768, 12, "quick_gelu", 768),
             },
             scheduler=ddim("epsilon"),
+            licence="CreativeML Open RAIL-M",
         ),
         "sd21": Architecture(
             pipeline_class,
@@ -148,5 +149,6 @@ class StableDiffusion(UNetFamily):
                 "text_encoder": clip(1024, 23, "gelu", 512),
             },
             scheduler=ddim("v_prediction"),
+            licence="CreativeML Open RAIL++-M",
         ),
     }

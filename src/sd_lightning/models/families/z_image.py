@@ -133,6 +133,7 @@ class ZImage(ChatFamily):
             },
             scheduler=flow_euler(shift=6.0),
             max_length=512,
+            licence="Apache 2.0",
         ),
     }
 

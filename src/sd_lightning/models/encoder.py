@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 from sd_lightning.models.families.conditioning import (
     Batch,
     Conditioning,
@@ -118,8 +118,12 @@ class LatentEncoder:
     @property
     def networks(self) -> list[nn.Module]:
         """The frozen networks."""
-        frozen = [] if self.train_text_encoder else list(self._model.text_encoders.values())
-        return [self._model.vae, *frozen]
+        return list(self._frozen.values())
+
+    @property
+    def _frozen(self) -> dict[str, nn.Module]:
+        trained = {self._model.family.denoiser, *(self._model.text_encoders if self.train_text_encoder else ())}
+        return {name: network for name, network in self._model.networks.items() if name not in trained}
 
     def to(self, device: torch.device) -> LatentEncoder:
         """Set the device to encode on; move the frozen networks there, or to host memory if offloaded."""
@@ -135,8 +139,7 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
-        texts = {} if self.train_text_encoder else self._model.text_encoders
-        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
+        networks = {name: _in_host_memory(each) for name, each in self._frozen.items()}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,
@@ -230,8 +233,20 @@ class LatentEncoder:
     def _conditioning(self, embeddings: Conditioning, batch: Batch) -> Conditioning:
         return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
 
-    def encode(self, batch: Batch) -> Batch:
+    @torch.no_grad()
+    def _see(self, pixels: Tensor, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Return what the denoiser takes of images beside noisy latents; see :meth:`Family.see`."""
+        family, parts = self._model.family, {**self._model.networks, **self._model.tokenizers}
+        noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
+        with self._at_work([each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]):
+            latents = self._model.latent_space.latents
+            drawn = partial(uniform, seed, epoch, index, Purpose.MASK)
+            return family.see(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
+
+    def encode(self, batch: Batch, *, seed: int) -> Batch:
         """Encode what needs the frozen networks: add ``latent_moments`` in place of pixels, and ``text_embeddings``.
+
+        Families with ``image_channels`` get these, too; their random numbers depend on the run's seed and the sample.
 
         A validation batch with ``wrong_input_ids`` also gets ``wrong_text_embeddings``. What is encoded already stays;
         token ids stay alone if the text encoder is trained.
@@ -240,6 +255,8 @@ class LatentEncoder:
         pixels = batch.pop("pixel_values", None)
         if pixels is not None and "latent_moments" not in batch:
             batch["latent_moments"] = self.encode_moments(pixels)
+            if self._model.family.image_channels:
+                batch["image_channels"] = self._see(pixels, seed, batch["epoch"], batch["index"])
         for name in () if self.train_text_encoder else ("", "wrong_"):
             if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
                 ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]
@@ -254,7 +271,7 @@ class LatentEncoder:
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
         ``wrong_text_embeddings`` are used instead of token ids.
         """
-        batch = self.encode(batch)
+        batch = self.encode(batch, seed=seed)
         moments = batch.pop("latent_moments", None)
         if moments is not None:
             batch["latents"] = self.latents(moments.float(), seed=seed, epoch=batch["epoch"], index=batch["index"])

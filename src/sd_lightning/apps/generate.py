@@ -128,14 +128,13 @@ def run(cfg: DictConfig) -> int:
     if only_save:
         return 0
     output_dir.mkdir(parents=True, exist_ok=True)
-    negative_prompt = request.negative_prompt
-    given: dict[str, Any] = {"options": options, "negative_prompt": negative_prompt, "inputs": inputs}
+    given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
     images = generate(model, prompts, seeds=seeds, device=device, **given)
     if request.quantization is not None:
         print_memory(model, request, len(prompts), device)
     settings = {
         "model": far_runs.name_of(request.source),
-        "negative_prompt": negative_prompt,
+        "negative_prompt": request.negative_prompt,
         "num_inference_steps": options.num_inference_steps,
         "guidance_scale": options.guidance_scale,
         "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
@@ -180,24 +179,23 @@ def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
         UsageError: The family takes others, one cannot be read, their sizes differ, or no step is left.
     """
     given = {name: each for name in ("image", "mask", "strength") if (each := getattr(request, name)) is not None}
-    names, strength, steps = tuple(given.keys() - {"strength"}), request.strength, request.num_inference_steps or 1
-    if set(names) not in (set(), set(family.drawn_from)) or (strength is not None and not names):
+    names, strength, steps = sorted(given.keys() - {"strength"}), request.strength, request.num_inference_steps or 1
+    if (given and not names) or tuple(names) not in ((), family.drawn_from):
         begin = " and ".join(f"{name}=<picture>" for name in family.drawn_from) or "no picture"
         raise UsageError(
             f"generate got {' '.join(f'{name}={each}' for name, each in given.items())} and a {family.pipeline_class}, "
             f"which begins with prompts alone, or with {begin}; write that, and strength= only with a picture"
         )
     if strength is not None and not 1 <= int(steps * strength) <= steps:
-        raise UsageError(f"generate got strength={strength}: expected 1 at most, and one of {steps} steps at least")
+        raise UsageError(f"generate got strength={strength}; expected 1 at most, and enough for one of {steps} steps")
     try:
         pictures = {name: Image.open(given[name]).convert("RGB") for name in names}
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UsageError(f"generate got {' and '.join(names)}, and cannot read a picture: {error}") from error
-    sizes = {(request.width or each.width, request.height or each.height) for each in pictures.values()}
-    if any({each.size} != sizes for each in pictures.values()):
-        found = {name: "{}x{}".format(*each.size) for name, each in pictures.items()}
+    sizes = [each.size for each in pictures.values()]
+    if len({*sizes, *((request.width or width, request.height or height) for width, height in sizes)}) > 1:
         raise UsageError(
-            f"generate got pictures of {found} pixels; expected one size, that of width and height; resize them"
+            f"generate got pictures of (width, height) = {sizes}; expected one size, that of what is drawn"
         )
     return given | pictures
 

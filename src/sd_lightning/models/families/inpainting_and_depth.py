@@ -23,11 +23,12 @@ from sd_lightning.models.families.stable_diffusion import StableDiffusion, ddim
 
 WHOLE = 0.25
 """Share of the training images that are masked as a whole, as for a picture from its caption alone."""
-_DPT_HYBRID = {"is_hybrid": True, "reassemble_factors": [1, 1, 1, 0.5], "neck_hidden_sizes": [256, 512, 768, 768]}
+_NECK = {"reassemble_factors": [1, 1, 1, 0.5], "neck_hidden_sizes": [256, 512, 768, 768]}
+_DPT_HYBRID = Component("transformers", "DPTForDepthEstimation", {"is_hybrid": True, **_NECK})
 _TINY_VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 _TINY_NECK = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8}
-# Much smaller weights would give all images one depth, or none.
-_TINY_DPT = {**_TINY_VIT, **_TINY_NECK, "image_size": 32, "patch_size": 8, "initializer_range": 0.5}
+_TINY_SIZES = {"image_size": 32, "patch_size": 8, "initializer_range": 0.5}  # less gives all images one depth, or none
+_TINY_DPT = Component("transformers", "DPTForDepthEstimation", {**_TINY_VIT, **_TINY_NECK, **_TINY_SIZES})
 
 
 def random_masks(uniform: Normal, height: int, width: int) -> Tensor:
@@ -42,25 +43,21 @@ def random_masks(uniform: Normal, height: int, width: int) -> Tensor:
         float32 (B, 1, height, width): 1 where the image is hidden.
     """
     numbers = uniform((9,))
-    sides, places = numbers[:, 1:].unflatten(1, (2, 2, 2)).unbind(1)  # of each rectangle, along each axis
-    sides = torch.where(numbers[:, :1, None] < WHOLE, 1.0, sides).unsqueeze(3)
-    begins, inside = places.unsqueeze(3) * (1 - sides), []
-    for axis, size in enumerate((height, width)):
-        centers = (torch.arange(size, device=numbers.device) + 0.5) / size
-        inside.append((begins[:, :, axis] <= centers) & (centers < begins[:, :, axis] + sides[:, :, axis]))
-    return (inside[0].unsqueeze(3) & inside[1].unsqueeze(2)).any(dim=1, keepdim=True).float()
+    sides, places = numbers[:, 1:].view(-1, 2, 2, 2, 1).unbind(1)  # of each rectangle, along each axis
+    sides = torch.where(numbers[:, :1, None, None] < WHOLE, 2.0, sides)
+    rows, columns = (
+        ((torch.arange(size, device=numbers.device) + 0.5) / size - places[:, :, axis]).abs() < sides[:, :, axis] / 2
+        for axis, size in enumerate((height, width))
+    )
+    return (rows.unsqueeze(3) & columns.unsqueeze(2)).any(dim=1, keepdim=True).float()
 
 
-def _architecture(name: str, pipeline_class: str, unet: dict[str, Any], **more: Component) -> Architecture:
-    """Return ``tiny``, or ``sd21`` as Stable Diffusion 2.0 began, with another UNet and more networks."""
-    origin = StableDiffusion.architectures[name]
-    networks = {"unet": replace(origin.networks["unet"], config=origin.networks["unet"].config | unet), **more}
+def _architecture(base: str, pipeline_class: str, unet: dict[str, Any], **more: Component) -> Architecture:
+    """Return ``tiny``, or ``sd21`` as Stable Diffusion 2.0 began, with changes of the UNet, and with more networks."""
+    origin = StableDiffusion.architectures[base]
+    more["unet"] = replace(origin.networks["unet"], config=origin.networks["unet"].config | unet)
     scheduler = origin.scheduler if origin.is_tiny else ddim("epsilon")
-    return replace(origin, pipeline_class=pipeline_class, networks={**origin.networks, **networks}, scheduler=scheduler)
-
-
-def _dpt(config: dict[str, Any]) -> Component:
-    return Component("transformers", "DPTForDepthEstimation", config)
+    return replace(origin, pipeline_class=pipeline_class, networks={**origin.networks, **more}, scheduler=scheduler)
 
 
 def _blank(pipeline: Any, options: Mapping[str, Any], color: str) -> Image.Image:
@@ -78,9 +75,7 @@ class _WithImageChannels(StableDiffusion):
     def conditioning(self, embeddings: Mapping[str, Any], batch: Mapping[str, Any]) -> Conditioning:
         return {**embeddings, "image_channels": batch["image_channels"]}
 
-    def denoise(
-        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
-    ) -> Tensor:
+    def denoise(self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Any) -> Tensor:
         others = dict(conditioning)
         inputs = torch.cat([noisy_latents, others.pop("image_channels").to(noisy_latents.dtype)], dim=1)
         return super().denoise(denoiser, inputs, timesteps, others)
@@ -122,9 +117,9 @@ class DepthToImage(_WithImageChannels):
     image_channels = 1
     drawn_from = ("image",)
     architectures = {
-        "tiny_depth": _architecture("tiny", pipeline_class, {"in_channels": 5}, depth_estimator=_dpt(_TINY_DPT)),
+        "tiny_depth": _architecture("tiny", pipeline_class, {"in_channels": 5}, depth_estimator=_TINY_DPT),
         "sd2_depth": _architecture(
-            "sd21", pipeline_class, {"in_channels": 5, "sample_size": 64}, depth_estimator=_dpt(_DPT_HYBRID)
+            "sd21", pipeline_class, {"in_channels": 5, "sample_size": 64}, depth_estimator=_DPT_HYBRID
         ),
     }
 

@@ -64,6 +64,8 @@ def test_an_exported_run_draws_with_diffusers_what_generate_draws(family: str) -
     assert settings["image"] == "image.png" and settings.get("mask") == given.get("mask")
     assert call(f"generate run=run {DRAW} seed=3 output_dir=alone") == 0
     assert (pixels("alone/three-seed-3.png") != pixels(found)).any()
+    assert call(f"generate run=run {DRAW} seed=3 quantization=int8 output_dir=int8") == 0
+    assert 0 < np.abs(pixels("alone/three-seed-3.png") - pixels("int8/three-seed-3.png")).mean() < 4
 
 
 @pytest.mark.parametrize("trainable", ["full", "lora"])
@@ -75,7 +77,7 @@ def test_dreambooth_trains_with_pictures_of_the_class(family: str, trainable: st
         "with_prior_preservation=true 'class_prompt=a handwritten digit' num_class_images=2 class_data_dir=drawn_class"
     )
     data = "init_from=run instance_data_dir=photos 'instance_prompt=a handwritten sks digit' resolution=32"
-    few = "max_train_steps=2 data.batch_size=4 data.cache_latents=false sampling.num_inference_steps=1 logger=csv"
+    few = "max_train_steps=2 data.batch_size=4 sampling.num_inference_steps=1 logger=csv"
     command = f"dreambooth model={family} {data} {few} {prior} trainable={trainable} output_dir=subject-{trainable}"
     assert call(command) == 0
 

@@ -68,6 +68,12 @@ def test_an_exported_run_draws_with_diffusers_what_generate_draws(family: str) -
     assert 0 < np.abs(pixels("alone/three-seed-3.png") - pixels("int8/three-seed-3.png")).mean() < 4
 
 
+def test_a_training_is_planned(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    large = family.replace("tiny", "sd2")
+    assert call(f"plan model={large} gpu=a100-80gb strategy=single data.batch_size=4 output=null") == 0
+    assert "at 512 x 512" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_dreambooth_trains_with_pictures_of_the_class(family: str, trainable: str) -> None:
     Path("photos").mkdir(exist_ok=True)
@@ -85,6 +91,7 @@ def test_dreambooth_trains_with_pictures_of_the_class(family: str, trainable: st
 REFUSED = {
     "train model=tiny_depth data.cache_latents=true output_dir=new": ("cache_latents=true", "Depth2Img", "false"),
     "train model=tiny_inpainting data=latents data.store=none output_dir=new": ("data=latents",),
+    "plan model=tiny_inpainting gpu=t4 encoders=text": ("encoders=text", "InpaintPipeline"),
     "precompute model=tiny_inpainting store=new": ("precompute", "InpaintPipeline", "images"),
     f"generate run=run {DRAW} mask=mask.png": ("mask=mask.png", "image="),
     f"generate run=run {DRAW} strength=0.5": ("strength=0.5", "image="),

@@ -234,14 +234,14 @@ class LatentEncoder:
         return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
 
     @torch.no_grad()
-    def _see(self, pixels: Tensor, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
-        """Return what the denoiser takes of images beside noisy latents; see :meth:`Family.see`."""
+    def _image_inputs(self, pixels: Tensor, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Return what the denoiser takes of images beside noisy latents; see :meth:`Family.image_inputs`."""
         family, parts = self._model.family, {**self._model.networks, **self._model.tokenizers}
         noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
         with self._at_work([each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]):
             latents = self._model.latent_space.latents
             drawn = partial(uniform, seed, epoch, index, Purpose.MASK)
-            return family.see(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
+            return family.image_inputs(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
 
     def encode(self, batch: Batch, *, seed: int) -> Batch:
         """Encode what needs the frozen networks: add ``latent_moments`` in place of pixels, and ``text_embeddings``.
@@ -256,7 +256,7 @@ class LatentEncoder:
         if pixels is not None and "latent_moments" not in batch:
             batch["latent_moments"] = self.encode_moments(pixels)
             if self._model.family.image_channels:
-                batch["image_channels"] = self._see(pixels, seed, batch["epoch"], batch["index"])
+                batch["image_channels"] = self._image_inputs(pixels, seed, batch["epoch"], batch["index"])
         for name in () if self.train_text_encoder else ("", "wrong_"):
             if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
                 ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]

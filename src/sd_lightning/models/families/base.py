@@ -280,7 +280,7 @@ class Family(ABC):
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
 
-    def see(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
+    def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return the :attr:`image_channels` (B, N, h, w) that the denoiser takes of images; the default has none.
 
         Args:
@@ -289,7 +289,7 @@ class Family(ABC):
             latents: Encodes images.
             uniform: As :data:`Normal`, but draws numbers in [0, 1).
         """
-        raise NotImplementedError(f"{type(self).__name__}.see")
+        raise NotImplementedError(f"{type(self).__name__}.image_inputs")
 
     def check_latents(self, who: str) -> None:
         """Check that the denoiser can be trained on latents and captions alone.

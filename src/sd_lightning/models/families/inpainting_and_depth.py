@@ -92,7 +92,7 @@ class Inpainting(_WithImageChannels):
         "sd2_inpainting": _architecture("sd21", pipeline_class, {"in_channels": 9, "sample_size": 64}),
     }
 
-    def see(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
+    def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return a random mask in the size of latents, and the latents of the image, grey where it is hidden."""
         mask = random_masks(uniform, *pixels.shape[-2:])
         seen = latents(pixels * (mask < 0.5))
@@ -128,7 +128,7 @@ class DepthToImage(_WithImageChannels):
         processor = Component("transformers", "DPTImageProcessor").load_class()
         return {"feature_extractor": processor(size={"height": side, "width": side})}
 
-    def see(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
+    def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return the inverse depth of images in the size of latents, from -1 to 1 in each, as the pipeline does."""
         estimator, images = parts["depth_estimator"], ((pixels.float() + 1) * 127.5).round().to(torch.uint8)
         features = parts["feature_extractor"](images=list(images.cpu()), return_tensors="pt").pixel_values

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import lightning_jobs
-from sd_lightning import SDLightningModule
+from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.data.builders import dreambooth_data, image_folder_data
@@ -152,7 +152,7 @@ def module_of(job: dict[str, Any]) -> Any:
         options["lora"] = Lora(**job["lora"])
     if job.get("token"):
         options |= {"learned_token": LearnedToken(job["token"]), "train_text_encoder": False}
-    model = None
+    model = LatentDiffusion.build(job["architecture"], seed=1) if job.get("architecture") else None
     if job.get("family"):
         model, options["train_text_encoder"] = for_ragged_captions(job["family"], seed=1), False
     if job.get("lr_scheduler"):
@@ -225,7 +225,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digits(job: dict[str, Any]) -> Any:
-    return data(source=RaggedDigits) if job.get("family") else data()
+    return data(source=RaggedDigits) if job.get("family") else data(cache_latents="architecture" not in job)
 
 
 def data_at(batches: int) -> Any:

@@ -20,7 +20,7 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import family_of
+from sd_lightning.models.families import Family, family_of
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
@@ -69,6 +69,9 @@ class GenerationRequest(SamplingOptions):
     quantization: Int8 | None = None
     save_to: str | None = None
     lora: str | None = None
+    image: str | None = None
+    mask: str | None = None
+    strength: float | None = None
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.model.pretrained is None):
@@ -115,7 +118,7 @@ def run(cfg: DictConfig) -> int:
     check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
-    options = _checked(request, folder)
+    options, inputs = _checked(request, folder)
     model = _load(request, device)
     options.check(model)
     if save_to is not None:
@@ -125,13 +128,13 @@ def run(cfg: DictConfig) -> int:
     if only_save:
         return 0
     output_dir.mkdir(parents=True, exist_ok=True)
-    negative_prompt = request.negative_prompt
-    images = generate(model, prompts, seeds=seeds, options=options, negative_prompt=negative_prompt, device=device)
+    given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
+    images = generate(model, prompts, seeds=seeds, device=device, **given)
     if request.quantization is not None:
         print_memory(model, request, len(prompts), device)
     settings = {
         "model": far_runs.name_of(request.source),
-        "negative_prompt": negative_prompt,
+        "negative_prompt": request.negative_prompt,
         "num_inference_steps": options.num_inference_steps,
         "guidance_scale": options.guidance_scale,
         "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
@@ -146,8 +149,8 @@ def run(cfg: DictConfig) -> int:
     return 0
 
 
-def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
-    """Return the options as the pipeline in a folder has them, checked by its configuration, before weights are read.
+def _checked(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions, dict[str, Any]]:
+    """Return options and inputs as the pipeline in a folder has them, checked before weights are read.
 
     Files that are missing are reported when the model is loaded.
 
@@ -159,18 +162,49 @@ def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
     denoiser = folder / family.denoiser / "config.json"
     config = read_json(denoiser) if denoiser.is_file() else {}
     options = request.resolve(family, index, config, negative_prompt=request.negative_prompt)
+    inputs = _read_inputs(options, family)
+    if "image" in inputs:
+        options = replace(options, width=inputs["image"].width, height=inputs["image"].height)
     schedule = folder / "scheduler" / "scheduler_config.json"
     if schedule.is_file():
         options.check_steps(read_scheduler(schedule).config)
     vae = Path(request.model.vae or folder / "vae", "config.json")
     if vae.is_file() and isinstance((config := read_json(vae)).get("block_out_channels"), list):
         options.check_sizes(family, config)
-    return options
+    return options, inputs
+
+
+def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
+    """Return the pictures to begin with, and the strength, as :meth:`Family.draw` takes them.
+
+    Raises:
+        UsageError: The family takes others, one cannot be read, their sizes differ, or no step is left.
+    """
+    given = {name: each for name in ("image", "mask", "strength") if (each := getattr(request, name)) is not None}
+    names, strength, steps = sorted(given.keys() - {"strength"}), request.strength, request.num_inference_steps or 1
+    if (given and not names) or tuple(names) not in ((), family.drawn_from):
+        begin = " and ".join(f"{name}=<picture>" for name in family.drawn_from) or "no picture"
+        raise UsageError(
+            f"generate got {' '.join(f'{name}={each}' for name, each in given.items())} and a {family.pipeline_class}, "
+            f"which begins with prompts alone, or with {begin}; write that, and strength= only with a picture"
+        )
+    if strength is not None and not 1 <= int(steps * strength) <= steps:
+        raise UsageError(f"generate got strength={strength}; expected 1 at most, and enough for one of {steps} steps")
+    try:
+        pictures = {name: Image.open(given[name]).convert("RGB") for name in names}
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UsageError(f"generate got {' and '.join(names)}, and cannot read a picture: {error}") from error
+    sizes = [each.size for each in pictures.values()]
+    if len({*sizes, *((request.width or width, request.height or height) for width, height in sizes)}) > 1:
+        raise UsageError(
+            f"generate got pictures of (width, height) = {sizes}; expected one size, that of what is drawn"
+        )
+    return given | pictures
 
 
 def _less_usual(request: GenerationRequest) -> dict[str, Any]:
     """Return the less common settings that a picture depends on, without those at their defaults."""
-    given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
+    given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling", "image", "mask", "strength")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
     given["lora"] = request.lora
     given["quantization"] = request.quantization and asdict(request.quantization)

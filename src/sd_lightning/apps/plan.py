@@ -227,6 +227,8 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
 def run_of(spec: RunSpec, model: LatentDiffusion) -> TrainingRun:
     """Return the settings of the run; batch size, accumulation and checkpointing are chosen by the search."""
     encoders = spec["encoders"]
+    if encoders in ("text", "none"):
+        model.family.check_latents(f"plan encoders={encoders}")
     return replace(
         planning.run_of(spec, model, world_size=1),
         batch_size=1,

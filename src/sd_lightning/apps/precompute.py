@@ -160,6 +160,7 @@ def keep_held_out(store: LatentStore, sources: dict[str, Source]) -> dict[str, S
 def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settings) -> Recipe:
     """Return what the latents will depend on."""
     images = datamodule.images
+    model.family.check_latents("precompute")
     images.check_model(model)
     return Recipe(
         family=model.pipeline_class,

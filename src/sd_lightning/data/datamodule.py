@@ -141,6 +141,8 @@ class SDDataModule(LightningDataModule):
         Raises:
             UsageError: It cannot.
         """
+        if self.cache_latents or self.source_train.latents is not None:
+            model.family.check_latents("data.cache_latents=true" if self.cache_latents else "data=latents")
         if self.source_train.latents is None:  # of a store, precompute has checked
             self.images.check_model(model)
         for source in self._sources:

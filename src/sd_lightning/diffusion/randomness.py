@@ -59,6 +59,8 @@ class Purpose(IntEnum):
     SHUFFLE = 9
     SAMPLING_LATENTS = 10
     BUCKETS = 11
+    MASK = 12
+    MASKED_SAMPLE = 13
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

@@ -31,12 +31,12 @@ from sd_lightning.storage.safetensors_file import indexed_files
 from sd_lightning.storage.streamed_tensor import tensors_in
 from sd_lightning.storage.tensor_store import ShardedTensors
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "preprocessor_config.json")
 _REMEDY = "it needs config.json and complete safetensors weights; copy or download that folder again"
 
 
 def load_tokenizer(folder: Path, component: Component) -> Any:
-    """Load a tokenizer.
+    """Load a tokenizer, or an image processor.
 
     Raises:
         UsageError: Its files are missing or unreadable.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 from sd_lightning.models.families.conditioning import (
     Batch,
     Conditioning,
@@ -118,19 +118,20 @@ class LatentEncoder:
     @property
     def networks(self) -> list[nn.Module]:
         """The frozen networks."""
-        return [self._model.vae, *self._texts.values()]
+        return list(self._frozen.values())
 
     @property
-    def _texts(self) -> dict[str, nn.Module]:
-        """The frozen text encoders."""
-        frozen = self._model.family.frozen
-        texts = self._model.text_encoders
-        return {name: each for name, each in texts.items() if name in frozen or not self.train_text_encoder}
+    def _frozen(self) -> dict[str, nn.Module]:
+        model = self._model
+        trained = {model.family.denoiser, *(model.text_encoders if self.train_text_encoder else ())}
+        trained -= {*model.family.frozen}
+        return {name: network for name, network in model.networks.items() if name not in trained}
 
     @property
     def beside_trained(self) -> dict[str, Any]:
         """What computes like the frozen text encoders, for the trained ones' captions; no gradient goes through."""
-        return {name: partial(self._without_gradient, network) for name, network in self._texts.items()}
+        frozen = filter(self._model.family.is_text_encoder, self._frozen)
+        return {name: partial(self._without_gradient, self._frozen[name]) for name in frozen}
 
     @torch.no_grad()
     def _without_gradient(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +152,9 @@ class LatentEncoder:
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
-        texts = {} if self.train_text_encoder else self._texts
-        networks = {name: _in_host_memory(each) for name, each in {"vae": self._model.vae, **texts}.items()}
+        is_text = self._model.family.is_text_encoder
+        sent = {n: each for n, each in self._frozen.items() if not (self.train_text_encoder and is_text(n))}
+        networks = {name: _in_host_memory(each) for name, each in sent.items()}
         return LatentEncoder(
             replace(self._model, networks=networks, deferred={}),
             train_text_encoder=self.train_text_encoder,
@@ -246,8 +248,20 @@ class LatentEncoder:
     def _conditioning(self, embeddings: Conditioning, batch: Batch) -> Conditioning:
         return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
 
-    def encode(self, batch: Batch) -> Batch:
+    @torch.no_grad()
+    def _image_inputs(self, pixels: Tensor, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Return what the denoiser takes of images beside noisy latents; see :meth:`Family.image_inputs`."""
+        family, parts = self._model.family, {**self._model.networks, **self._model.tokenizers}
+        noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
+        with self._at_work([each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]):
+            latents = self._model.latent_space.latents
+            drawn = partial(uniform, seed, epoch, index, Purpose.MASK)
+            return family.image_inputs(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
+
+    def encode(self, batch: Batch, *, seed: int) -> Batch:
         """Encode what needs the frozen networks: add ``latent_moments`` in place of pixels, and ``text_embeddings``.
+
+        Families with ``image_channels`` get these, too; their random numbers depend on the run's seed and the sample.
 
         A validation batch with ``wrong_input_ids`` also gets ``wrong_text_embeddings``. What is encoded already stays;
         token ids stay alone if the text encoder is trained.
@@ -256,6 +270,8 @@ class LatentEncoder:
         pixels = batch.pop("pixel_values", None)
         if pixels is not None and "latent_moments" not in batch:
             batch["latent_moments"] = self.encode_moments(pixels)
+            if self._model.family.image_channels:
+                batch["image_channels"] = self._image_inputs(pixels, seed, batch["epoch"], batch["index"])
         for name in () if self.train_text_encoder else ("", "wrong_"):
             if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
                 ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]
@@ -270,7 +286,7 @@ class LatentEncoder:
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
         ``wrong_text_embeddings`` are used instead of token ids.
         """
-        batch = self.encode(batch)
+        batch = self.encode(batch, seed=seed)
         moments = batch.pop("latent_moments", None)
         if moments is not None:
             batch["latents"] = self.latents(moments.float(), seed=seed, epoch=batch["epoch"], index=batch["index"])

@@ -162,6 +162,7 @@ def generate(
     seeds: Sequence[int],
     options: SamplingOptions | None = None,
     negative_prompt: str = "",
+    inputs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> list[Image.Image]:
     """Generate one image per prompt.
@@ -175,6 +176,7 @@ def generate(
         seeds: One seed per image.
         options: Steps, guidance, scheduler, batch size, image size.
         negative_prompt: Caption that guidance steers away from.
+        inputs: Pictures to begin with, and the strength; see :meth:`Family.draw`.
         device: Device to compute on; the denoiser's if not given.
 
     Raises:
@@ -226,6 +228,7 @@ def generate(
                 guidance_scale=options.guidance_scale,
                 height=options.height,
                 width=options.width,
+                **(inputs or {}),
             )
     return images
 

@@ -55,7 +55,7 @@ class PipelineParts:
     networks: dict[str, nn.Module]
     """By the family's names."""
     tokenizers: dict[str, Any]
-    """By the family's names."""
+    """Tokenizers and image processors, by the family's names."""
     components: dict[str, Component]
     """One record per network, and one for "scheduler". Export takes class names from it, because sharding engines
     replace the classes of live networks."""
@@ -100,7 +100,7 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
         architecture = families.architecture(architecture)
     family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
     components = dict(copy.deepcopy(architecture.networks))  # the model may change its own record
-    tokenizers: dict[str, Any] = {}
+    tokenizers = family.processors(components)
     for name in family.text_encoders:
         part = family.parts[family.tokenizer_of(name)]
         tokenizer = (

@@ -34,6 +34,7 @@ def meta_batch(
     with torch.device("meta"):
         return {
             "latents": torch.empty(count, *shape),
+            "image_channels": torch.empty(count, model.family.image_channels, *shape[1:]),
             "timesteps": torch.empty(count, dtype=torch.int64),
             "input_ids": {name: torch.empty(count, each.shape[1], dtype=torch.int64) for name, each in ids.items()},
             **{name: torch.empty(count, 2) for name in SIZES},
@@ -84,7 +85,8 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
     networks = meta_networks(model, [family.denoiser, *encoders])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         if conditioning is None:
-            conditioning = model.condition(networks, meta_batch(model, 1))
+            height, width = (size * model.latent_space.stride for size in latents.shape[-2:])
+            conditioning = model.condition(networks, meta_batch(model, 1, height=height, width=width))
         else:
             conditioning = map_conditioning(conditioning, one)
         family.denoise(networks[family.denoiser], one(latents).float(), torch.zeros(1, device="meta"), conditioning)

@@ -52,7 +52,7 @@ def find_configs(name: str | Path, *, revision: str | None) -> Path:
     def download(repository: str) -> str:
         from huggingface_hub import snapshot_download
 
-        patterns = ["model_index.json", "*/config.json", "scheduler/*.json", "tokenizer*/*"]
+        patterns = ["model_index.json", "*/*config.json", "scheduler/*.json", "tokenizer*/*"]
         return snapshot_download(repository, revision=revision, allow_patterns=patterns)
 
     return _find(name, download)
@@ -125,7 +125,7 @@ def check_part(folder: Path) -> None:
     Raises:
         UsageError: One is damaged, or names code or files of another folder.
     """
-    for file in (folder / name for name in ("config.json", "tokenizer_config.json")):
+    for file in (folder / name for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json")):
         if file.is_file():
             check_config(read_json(file), str(file))
     for index in folder.glob("*.safetensors.index*.json"):

@@ -205,7 +205,8 @@ class Encoder:
         self.load(encoder)
         if dataset[0] not in self._datasets:
             self._datasets[dataset[0]] = ray.get(dataset[0])
-        batch = packed(self._encoder, self._datasets[dataset[0]].__getitems__(keys))
+        images = self._datasets[dataset[0]]
+        batch = packed(self._encoder, images.__getitems__(keys), seed=images.seed)
         batch["bad"] = [(index, f"{reason} (on {self._node})") for index, reason in batch["bad"]]
         return batch, time.perf_counter() - start
 
@@ -229,8 +230,8 @@ def usage_error(error: Exception, who: str) -> UsageError:
     return UsageError(f"{WHO}: {who} failed: {reason}; see Ray's log of it and mend that, or leave data.encoders out")
 
 
-def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
-    """Return a batch with its images and captions encoded, in host memory.
+def packed(encoder: LatentEncoder, batch: Batch, *, seed: int) -> Batch:
+    """Return a batch with its images and captions encoded, in host memory; ``seed`` is the run's.
 
     The networks compute in the encoder's type, and their results are widened to float32: they travel in that type,
     unless bits would be lost (a VAE that stays in float32).
@@ -245,7 +246,8 @@ def packed(encoder: LatentEncoder, batch: Batch) -> Batch:
 
     if "index" not in batch:  # nothing of it can be read
         return batch
-    encoded = encoder.encode(map_conditioning(batch, lambda value: value.to(encoder.device)))  # type: ignore[arg-type]
+    here: Any = map_conditioning(batch, lambda value: value.to(encoder.device))
+    encoded = encoder.encode(here, seed=seed)
     made = {name: each for name, each in encoded.items() if name not in batch}
     kept = encoded.keys() - made.keys() - ({"input_ids"} if "text_embeddings" in made else set())
     return {name: batch[name] for name in kept} | map_conditioning(made, narrow)

@@ -14,6 +14,7 @@ from sd_lightning.models.families.base import Family
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
+from sd_lightning.models.families.inpainting_and_depth import DepthToImage, Inpainting
 from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.sdxl import SDXL
@@ -24,6 +25,8 @@ FAMILIES: dict[str, Family] = {
     family.pipeline_class: family
     for family in (
         StableDiffusion(),
+        Inpainting(),
+        DepthToImage(),
         SDXL(),
         StableDiffusion3(),
         Flux1(),

@@ -32,7 +32,9 @@ class Component:
 
     def load_class(self) -> Any:
         """Return the class; importing its library may take seconds."""
-        return getattr(importlib.import_module(self.library), self.class_name)
+        # Published pipelines name classes of image processors as transformers did before version 5.
+        name = self.class_name.replace("FeatureExtractor", "ImageProcessor")
+        return getattr(importlib.import_module(self.library), name)
 
     def instantiate(self, *, seed: int | None = None) -> nn.Module:
         """Build a network from its configuration, with random weights.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.architecture import Architecture, Component, Part
 from sd_lightning.models.families.conditioning import Conditioning
-from sd_lightning.models.families.latents import LatentSpace, vae_factor
+from sd_lightning.models.families.latents import Encode, LatentSpace, Normal, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 
@@ -86,6 +86,10 @@ class Family(ABC):
     """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
+    image_channels: int = 0
+    """Channels that the denoiser takes beside noisy latents, made of the image in each step: a mask, a depth map."""
+    drawn_from: tuple[str, ...] = ()
+    """Pictures that :meth:`draw` may begin with, all of them or none: "image", "mask"."""
 
     # Parts
 
@@ -97,7 +101,7 @@ class Family(ABC):
     @cached_property
     def networks(self) -> tuple[str, ...]:
         """Names of all networks."""
-        return tuple(name for name in self.parts if not name.startswith("tokenizer"))
+        return tuple(name for name in self.parts if not name.startswith(("tokenizer", "feature_extractor")))
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -123,6 +127,10 @@ class Family(ABC):
     @abstractmethod
     def resolution(self, components: Mapping[str, Component]) -> int:
         """Return the native image size of a model: side in pixels."""
+
+    def processors(self, components: Mapping[str, Component]) -> dict[str, Any]:
+        """Return the image processors, by name, of a model built without files."""
+        return {}
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
@@ -201,7 +209,7 @@ class Family(ABC):
 
         Args:
             embeddings: Of the batch's captions.
-            batch: With :data:`SIZES`.
+            batch: With :data:`SIZES`, and ``image_channels`` where the family has any.
         """
         return dict(embeddings)
 
@@ -210,7 +218,7 @@ class Family(ABC):
 
         Args:
             text_encoders: By name.
-            batch: ``input_ids``, from :meth:`tokenize`, and :data:`SIZES`.
+            batch: ``input_ids``, from :meth:`tokenize`, and what :meth:`conditioning` takes.
         """
         return self.conditioning(self.embed(text_encoders, batch["input_ids"]), batch)
 
@@ -290,6 +298,29 @@ class Family(ABC):
         """
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
+
+    def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
+        """Return the :attr:`image_channels` (B, N, h, w) that the denoiser takes of images; the default has none.
+
+        Args:
+            pixels: (B, 3, H, W) in [-1, 1].
+            parts: Networks, tokenizers and image processors by name.
+            latents: Encodes images.
+            uniform: As :data:`Normal`, but draws numbers in [0, 1).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.image_inputs")
+
+    def check_latents(self, who: str) -> None:
+        """Check that the denoiser can be trained on latents and captions alone.
+
+        Raises:
+            UsageError: It also takes what is made of images; the message begins with ``who``.
+        """
+        if self.image_channels:
+            raise UsageError(
+                f"{who}: a {self.pipeline_class} is trained with masks or depth maps that are made of the images in "
+                "each step, so latents are not enough; train on images, with data.cache_latents=false"
+            )
 
     def image_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
@@ -389,7 +420,8 @@ class Family(ABC):
             prompts: One caption per image.
             negative_prompt: Caption that guidance steers away from; "" for none.
             generators: One per image.
-            **options: ``num_inference_steps``, ``guidance_scale``, ``height``, ``width``.
+            **options: ``num_inference_steps``, ``guidance_scale``, ``height``, ``width``; the pictures of
+                :attr:`drawn_from`, and with them ``strength``, the share of the steps to take, in (0, 1].
         """
         images: list[Image.Image] = pipeline(
             prompt=list(prompts),

@@ -29,6 +29,8 @@ class Batch(TypedDict, total=False):
     """Token ids (B, L) by text encoder, and masks; see :meth:`Family.tokenize`."""
     text_embeddings: Conditioning
     """Encoded captions, without what depends on the image."""
+    image_channels: Tensor
+    """(B, :attr:`Family.image_channels`, h, w)."""
     conditioning: Conditioning
     original_size: Tensor
     crop_top_left: Tensor

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Normal = Callable[[tuple[int, ...]], Tensor]
 """Shape without batch (C, h, w) -> standard normal numbers (B, C, h, w)."""
+Encode = Callable[[Tensor], Tensor]
+"""Images (B, 3, H, W) in [-1, 1] -> sampled latents (B, C, h, w) of about unit variance."""
 
 
 def vae_factor(config: Mapping[str, Any]) -> int:

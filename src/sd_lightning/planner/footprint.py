@@ -56,6 +56,7 @@ class Workload:
     world_size: int = 1
     accumulates: bool = False
     """Whether several micro-batches make a step."""
+    _stepped: dict[tuple[torch.dtype, bool], float] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def trained(self) -> list[Weight]:
@@ -104,10 +105,6 @@ class Workload:
             counted = (t.nbytes for t in tensors if t.numel() != 256 or t.dtype != torch.float32)
             self._stepped[key] = sum(counted) / parameter.numel()
         return self._stepped[key]
-
-    @cached_property
-    def _stepped(self) -> dict[tuple[torch.dtype, bool], float]:
-        return {}
 
 
 _SMALL = 4096
@@ -294,5 +291,4 @@ class Candidate:
 
     def footprint(self, workload: Workload) -> Footprint | None:
         """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
-        footprint: Footprint | None = self.build(**self.settings).footprint(workload)
-        return footprint
+        return self.build(**self.settings).footprint(workload)

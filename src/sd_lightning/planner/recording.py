@@ -292,8 +292,7 @@ def _attention_flops(query: Tensor, key: Tensor) -> int:
 def _flash_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **_: Any
 ) -> Tensor:
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-    return output
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
 def _rms_norm(

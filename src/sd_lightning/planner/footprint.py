@@ -19,6 +19,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.checkpointing import SavedActivations
+from sd_lightning.state.host import page_locked_bytes
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -146,14 +147,6 @@ class Holding:
 
 PAGE_LOCKED_ROUNDING = "rounding of page-locked memory"
 """What page-locked blocks take beside what they hold; only with CUDA."""
-
-
-def page_locked_bytes(nbytes: int) -> int:
-    """Return the bytes of a page-locked block: torch rounds it up to a power of two.
-
-    So does ``allocate`` in torch 2.13's ``ATen/core/CachingHostAllocator.h``. What is freed stays page-locked.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def rounding(blocks: Iterable[int]) -> Holding:

@@ -255,7 +255,9 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 def call_main(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Call a program's ``main`` with arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
+    """Call a program with arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
+    from sd_lightning import _conf
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
 
@@ -263,7 +265,7 @@ def call_main(
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments])
         capsys.readouterr()
         try:
-            program.main()
+            _conf.main(program.PROGRAM)
         except SystemExit as exit_:
             return int(exit_.code or 0), capsys.readouterr().err
         return 0, capsys.readouterr().out

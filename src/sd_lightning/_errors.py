@@ -15,3 +15,10 @@ class UsageError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).split()))
+
+
+def check_at_least(who: str, least: int, **values: float) -> None:
+    """Raise a :class:`UsageError` for the first of some settings that is below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise UsageError(f"{who} got {name}={value}; expected at least {least}, e.g. {name}={least}")

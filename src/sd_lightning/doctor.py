@@ -13,9 +13,5 @@ PROGRAM = _conf.Program(
 )
 
 
-def main() -> None:
-    _conf.main(PROGRAM)
-
-
 if __name__ == "__main__":
-    main()
+    _conf.main(PROGRAM)

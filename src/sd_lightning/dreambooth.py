@@ -35,9 +35,5 @@ PROGRAM = replace(
 )
 
 
-def main() -> None:
-    _conf.main(PROGRAM)
-
-
 if __name__ == "__main__":
-    main()
+    _conf.main(PROGRAM)

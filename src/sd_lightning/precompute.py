@@ -31,9 +31,5 @@ PROGRAM = _conf.Program(
 )
 
 
-def main() -> None:
-    _conf.main(PROGRAM)
-
-
 if __name__ == "__main__":
-    main()
+    _conf.main(PROGRAM)

@@ -22,6 +22,7 @@ from sd_lightning.data.store.layout import LATENTS, LatentStore, Recipe, network
 from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.storage import lease
 from sd_lightning.storage.object_store import open_location
 from small_store import (
     MeanEncoder,
@@ -453,7 +454,9 @@ class TestTwoJobs:
         with pytest.raises(UsageError, match="another precompute job .*another-machine.*wait for it"):
             update(tmp_path / "store", ImageFolder(photos))
 
-    def test_a_dead_job_does_not(self, photos, tmp_path):
+    def test_a_dead_job_does_not(self, photos, tmp_path, monkeypatch):
+        monkeypatch.setattr(lease, "BEAT", 0.05)  # two of them are waited for
+        monkeypatch.setattr(lease, "LOOK", 0.02)
         store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
         store.folder.create("job.json", json.dumps({"host": "another-machine", "pid": 1, "time": 0}).encode())
         update(tmp_path / "store", ImageFolder(photos))

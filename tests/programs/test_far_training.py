@@ -22,7 +22,7 @@ from sd_lightning import train
 from sd_lightning.models import latent_diffusion
 from sd_lightning.storage import object_store
 from sd_lightning.storage.far_runs import working_folder
-from sd_lightning.storage.lease import _machine
+from sd_lightning.storage.lease import _MACHINE
 from sd_lightning.storage.location import LocalFolder, Location
 from sd_lightning.storage.uploads import whole_steps
 
@@ -126,7 +126,7 @@ def test_a_bucket_that_cannot_be_used_is_told_before_data_and_model(
         f"write output_dir={URL}/run",
     )
     bucket.delete("photos/cat.png")
-    here = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getppid()}
+    here = {"host": socket.gethostname(), "machine": _MACHINE, "pid": os.getppid()}
     here |= {"started": psutil.Process(os.getppid()).create_time(), "time": time.time() - 5, "token": "x"}
     bucket.create(".lease.json", json.dumps(here).encode())
     holder = f"another run (process {os.getppid()} of this machine)"

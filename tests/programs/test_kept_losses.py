@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from kept_losses import CASES, FILE, OBJECTIVES, STEPS, STRATEGIES, train_all
+from kept_losses import CASES, FILE, OBJECTIVES, STEPS, train_all
 from suites import wanted
 
 KEPT: dict[str, list[float]] = json.loads(FILE.read_text())
 ALWAYS = ("single v_prediction", "single flow")
 """What the default suite trains."""
-SLOW = {f"{strategy} v_prediction" for strategy in STRATEGIES} | {f"gemini {objective}" for objective in OBJECTIVES}
-"""What the slow suite trains, too: every strategy and every objective."""
+ENGINES = ("ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3_nvme", "gemini")
+SLOW = {f"{strategy} v_prediction" for strategy in ENGINES} | {f"single {objective}" for objective in OBJECTIVES}
+"""What the slow suite trains, too: every engine and every objective; test_strategies_common.py has every strategy."""
 
 
 def marks_of(case: str) -> Any:

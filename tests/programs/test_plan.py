@@ -229,7 +229,7 @@ def test_words_that_are_no_single_action_are_told(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["plan", *words])
     with pytest.raises(SystemExit, match="2"):
-        program.main()
+        _conf.main(program.PROGRAM)
     assert told in capsys.readouterr().err
 
 
@@ -237,7 +237,7 @@ def test_an_action_may_stand_behind_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["plan", "gpu=no-such-gpu", "calibrate", "--cfg", "job"])
-    program.main()
+    _conf.main(program.PROGRAM)
     assert "\naction: calibrate\n" in capsys.readouterr().out
 
 

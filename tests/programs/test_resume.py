@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import small_training as small
 from places import SUPPORT
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, train
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.storage import checkpoint, runs
@@ -367,7 +367,7 @@ def test_the_command_that_started_a_run_from_weights_continues_it(
     for steps in (1, 2, 3):  # the second time, config.yaml says that the run was resumed
         command = f"train.py init_from=base resume=auto trainer.max_steps={steps} {quick}"
         monkeypatch.setattr(sys, "argv", command.split())
-        train.main()
+        _conf.main(train.PROGRAM)
         assert json.loads(Path("run/summary.json").read_text())["steps"] == steps
         assert ("resumed run/checkpoints" in caplog.text) is (steps > 1)
 
@@ -396,7 +396,7 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
     before = sorted(Path().rglob("*"))
     monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])
     with pytest.raises(SystemExit, match="2"):
-        train.main()
+        _conf.main(train.PROGRAM)
     assert f"error: {told}" in capfd.readouterr().err and sorted(Path().rglob("*")) == before
 
 

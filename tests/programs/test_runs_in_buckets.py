@@ -206,8 +206,8 @@ def test_two_processes_under_fsdp_fetch_a_half_each(
     """The one file of one process, read in ranges by two; the halves of the tiny model's tensors are close together."""
     program = tmp_path / "train.py"
     program.write_text(
-        "from sd_lightning import train\nfrom sd_lightning.storage import ranged_file\n"
-        "ranged_file.GAP_BYTES = 1024\nif __name__ == '__main__':\n    train.main()\n"
+        "from sd_lightning import _conf, train\nfrom sd_lightning.storage import ranged_file\n"
+        "ranged_file.GAP_BYTES = 1024\nif __name__ == '__main__':\n    _conf.main(train.PROGRAM)\n"
     )
     saved = checkpoint_path(straight, 2)
     put(saved, f"{URL}/checkpoints/step-00000002")

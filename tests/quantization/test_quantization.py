@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from places import SUPPORT
-from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.export import main as export_main
+from sd_lightning import LatentDiffusion, UsageError, _conf, export
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import load_model
 from sd_lightning.planner.passes import inference_bytes, weight_bytes
@@ -540,7 +539,7 @@ def test_int8_weights_without_their_record_are_not_taken_for_floats(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["export.py", "run=int8", "output_dir=out"])
     with pytest.raises(SystemExit):
-        export_main()
+        _conf.main(export.PROGRAM)
     assert re.search(words, capsys.readouterr().err) and not (tmp_path / "out").exists()
 
 
@@ -554,7 +553,7 @@ def test_int8_weights_are_neither_trained_nor_exported_as_others(
     for arguments, code in ((["format=single_file"], 2), (["dtype=float16"], 2), ([], 0)):
         monkeypatch.setattr("sys.argv", ["export.py", "run=int8", "output_dir=out", *arguments])
         with pytest.raises(SystemExit) if code else _nothing():
-            export_main()
+            _conf.main(export.PROGRAM)
         shown = capsys.readouterr()
         assert ("its weights are in int8, which only format=diffusers" in shown.err) == bool(code)
         assert (tmp_path / "out").exists() != bool(code)

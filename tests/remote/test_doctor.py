@@ -13,7 +13,7 @@ import pytest
 
 import sd_lightning.remote.doctor as diagnosis
 from launched_training import BIN
-from sd_lightning import doctor
+from sd_lightning import _conf, doctor
 from sd_lightning.remote import machine
 from sd_lightning.remote.doctor import Rank, changes_for, transports
 from sd_lightning.remote.machine import Change, Fact, examine
@@ -30,7 +30,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
         code = 0
         try:
-            doctor.main()
+            _conf.main(doctor.PROGRAM)
         except SystemExit as end:
             code = int(end.code or 0)
         return code, "".join(capsys.readouterr())

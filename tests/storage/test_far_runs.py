@@ -76,7 +76,7 @@ def name_of(path: Path | None) -> str | None:
 def test_the_newest_checkpoint_is_fetched_without_tensors_and_pipeline(s3: S3Server, run: Path) -> None:
     put(run, URL)
     copy = far_runs.fetch(URL, who="resume")
-    assert copy == far_runs.copy_folder(URL) / "checkpoints" / "step-00000004"
+    assert copy == far_runs.working_folder(URL, "fetched") / "checkpoints" / "step-00000004"
     assert files(copy) == {"manifest.json", "trainer.json", "state/index.json"}
     assert (copy.parents[1] / "config.yaml").read_text() == "seed: 0\n"
     assert far_runs.name_of(copy) == f"{URL}/checkpoints/step-00000004" and far_runs.is_copy(copy)
@@ -234,7 +234,7 @@ def test_a_rank_fetches_its_part_of_the_tensors(
     monkeypatch.setattr("sd_lightning.storage.ranged_file.GAP_BYTES", 256)
     put(save(tmp_path / "run", 4, world_size=saved_by).parents[1], URL)
     for rank in range(read_by):
-        shutil.rmtree(far_runs.copy_folder(URL), ignore_errors=True)  # each rank on a machine of its own
+        shutil.rmtree(far_runs.working_folder(URL, "fetched"), ignore_errors=True)  # each rank on a machine of its own
         copy = far_runs.fetch(URL, who="resume")
         s3.reset()
         wanted = {
@@ -303,7 +303,7 @@ def test_records_are_fetched_without_weights(s3: S3Server, run: Path, tmp_path: 
 
 @pytest.mark.parametrize("url", ["s3://bucket/../a", "s3://bucket//a", "s3://bucket/./a", "gs://"])
 def test_urls_lead_to_no_other_folder(url: str) -> None:
-    refusal(lambda: far_runs.copy_folder(url), url, "without empty names, . and ..")
+    refusal(lambda: far_runs.working_folder(url, "fetched"), url, "without empty names, . and ..")
 
 
 def test_what_a_url_is_not(s3: S3Server, run: Path, cache: Path) -> None:

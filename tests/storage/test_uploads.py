@@ -350,7 +350,7 @@ def test_a_lease_is_taken_over_when_its_job_is_dead(bucket: Location, monkeypatc
     def lease_of_run() -> Lease:
         return Lease(bucket, ".lease.json", f"output_dir={URL}", "run", silence=150)
 
-    here, now = {"host": socket.gethostname(), "machine": lease._machine()}, time.time()
+    here, now = {"host": socket.gethostname(), "machine": lease._MACHINE}, time.time()
     parent = {"pid": os.getppid(), "started": started}
     for held, holder in (
         ({"host": "gpu-7", "machine": "other", "pid": 1, "time": now - 20}, "process 1 of gpu-7"),

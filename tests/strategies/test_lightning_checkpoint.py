@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import small_training
-from sd_lightning import LatentDiffusion, UsageError, train
+from sd_lightning import LatentDiffusion, UsageError, _conf, train
 from sd_lightning.storage import checkpoint
 
 
@@ -31,7 +31,7 @@ def call(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run the training program in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(command)])
     try:
-        train.main()
+        _conf.main(train.PROGRAM)
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -45,7 +45,7 @@ for _family, _name in itertools.product(FAMILIES, ("ddp", "fsdp", "zero3", "gemi
     _own = {"folder": _family, "frozen_text": True}
     TRAINED[f"{_family}_{_name}"] = TRAINED[_name] | _own
     TRAINED[f"{_family}_{_name}_lora"] = TRAINED[_name] | _own | {"lora": True, "targets": ["to_q", "to_v"]}
-TRAINED_FIRST = ("ddp_lora", "fsdp", "zero2", "zero3_bf16", "zero3_lora", "gemini", "gemini_bf16_lora")
+TRAINED_FIRST = ("ddp_lora", "zero2", "zero3_bf16", "gemini_bf16_lora")
 TRAINED_FIRST += ("tiny_klein_fsdp_lora", "tiny_klein_gemini", "tiny_z_image_fsdp", "tiny_z_image_zero3_lora")
 TRAINED_FIRST += ("tiny_qwen_image_fsdp",)
 """One of each engine, in either precision, of all weights and of adapters."""

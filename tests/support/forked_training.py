@@ -26,7 +26,7 @@ import sd_lightning.callbacks  # noqa: E402, F401
 import sd_lightning.data.builders  # noqa: E402, F401
 import sd_lightning.report  # noqa: E402, F401
 import sd_lightning.training.module  # noqa: E402, F401
-from sd_lightning import train  # noqa: E402
+from sd_lightning import _conf, train  # noqa: E402
 
 SMALL = (
     "data.batch_size=8",
@@ -100,7 +100,7 @@ def _child(arguments: list[str], output: Path) -> NoReturn:
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         sys.argv[1:] = arguments
-        train.main()
+        _conf.main(train.PROGRAM)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fake_aio
 from places import REPO
 from ranks import run_jobs
-from sd_lightning import train
+from sd_lightning import _conf, train
 from strategy_jobs import Losses
 
 FILE = REPO / "tests" / "kept" / "losses.json"
@@ -56,7 +56,7 @@ def run(job: Mapping[str, str]) -> list[float]:
     arguments = [f"trainer.devices={devices}", f"output_dir={job['run_dir']}", *options, *RUN]
     stays = mock.patch.object(dist, "destroy_process_group")  # for the next job
     with mock.patch.object(sys, "argv", ["train", *arguments]), stays:
-        train.main()
+        _conf.main(train.PROGRAM)
     return AllLosses.last.values
 
 

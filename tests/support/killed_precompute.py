@@ -19,7 +19,7 @@ from PIL import Image  # noqa: E402
 
 import sd_lightning.apps.precompute  # noqa: E402, F401
 import sd_lightning.data.builders  # noqa: E402, F401
-from sd_lightning import precompute  # noqa: E402
+from sd_lightning import _conf, precompute  # noqa: E402
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder  # noqa: E402
 
 NUM_PHOTOS = 400
@@ -85,7 +85,7 @@ def run(arguments: list[str], folder: Path, seconds: float | None) -> bool:
         sys.argv[1:] = arguments
         code = 1
         try:
-            precompute.main()
+            _conf.main(precompute.PROGRAM)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sd_lightning import _conf
+
 
 def call(command: str) -> Any:
     """Run an entry point in this process; return its exit code, or the exception that escaped from it."""
@@ -18,7 +20,7 @@ def call(command: str) -> Any:
     module: ModuleType = importlib.import_module(f"sd_lightning.{program}")
     before, sys.argv = sys.argv, [f"{program}.py", *arguments]
     try:
-        module.main()
+        _conf.main(module.PROGRAM)
         return 0
     except SystemExit as end:
         return end.code

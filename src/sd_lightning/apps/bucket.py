@@ -11,7 +11,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.storage import checkpoint, far_runs, runs
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.lease import Lease
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.object_store import open_location
@@ -95,5 +95,4 @@ def _adopt_mark(spec: RunSpec, location: Location) -> None:
             aside = folder.rename(folder.with_name(f"{folder.name}-{secrets.token_hex(4)}"))
             log.warning("%s held another run than the bucket does now; it is in %s", folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
-    with new_file(folder / runs.MARK) as tmp:
-        tmp.write_bytes(mark)
+    write_whole(folder / runs.MARK, mark)

@@ -19,7 +19,7 @@ from sd_lightning.apps.compared_run import ComparedRun, read_runs, section
 from sd_lightning.apps.settings import differences
 from sd_lightning.planner.devices import table_of
 from sd_lightning.report.compare import columns, grouped, prices, write_compare_page, write_compare_picture
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -83,8 +83,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
         elif path.suffix == ".png":
             write_compare_picture(path, data)
         else:
-            with new_file(path) as unfinished:
-                unfinished.write_text(json.dumps(data, indent=1), encoding="utf-8")
+            write_whole(path, json.dumps(data, indent=1))
     except OSError as error:
         raise UsageError(f"output={path} cannot be written ({error.strerror}); choose another output=<file>") from error
 
@@ -173,7 +172,10 @@ def lines(data: Mapping[str, Any]) -> list[str]:
     out = [data["title"], ""]
     if data["settings"]:
         out += ["settings that differ:", *setting_lines(data), ""]
-    out += table_lines(data["runs"])
+    # Columns in which nothing is known are left out.
+    known = {name: cells for name, cells in columns(data["runs"]).items() if any(cell != "-" for cell in cells)}
+    at_left = [i for i, name in enumerate(known) if name in ("run", "strategy", "precision")]
+    out += aligned([list(known), *(list(row) for row in zip(*known.values()))], at_left=at_left)
     out += [line for each in data["scaling"] for line in ("", *each["lines"])]
     if data["notes"]:
         out += ["", *data["notes"]]
@@ -211,13 +213,6 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
-
-
-def table_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the runs as an aligned table; columns in which nothing is known are left out."""
-    known = {name: cells for name, cells in columns(runs).items() if any(cell != "-" for cell in cells)}
-    at_left = [i for i, name in enumerate(known) if name in ("run", "strategy", "precision")]
-    return aligned([list(known), *(list(row) for row in zip(*known.values()))], at_left=at_left)
 
 
 def scalings(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:

@@ -158,7 +158,7 @@ def _folder(text: str) -> Path:
         UsageError: There is no such folder, or it is no run.
     """
     if far_runs.is_url(text):
-        path = far_runs.records_folder(text)
+        path = far_runs.working_folder(text, "records")
         with atomic.new_folder(path) as tmp:
             far_runs.fetch_records(text, tmp, _is_compared, who="runs")
     else:

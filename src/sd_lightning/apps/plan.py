@@ -34,7 +34,7 @@ from sd_lightning.planner.search import Plans, Search
 from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.planner.texts import TextBill
 from sd_lightning.report.plan import write_plan_page
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.strategies import engine_of
 from sd_lightning.strategies.presets import PRESETS, candidates
 
@@ -176,9 +176,8 @@ def write(data: Mapping[str, Any], file: Path) -> None:
     """Write the page or the JSON file."""
     if file.suffix == ".html":
         write_plan_page(file, data)
-        return
-    with new_file(file) as path:
-        path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    else:
+        write_whole(file, json.dumps(data, indent=1))
 
 
 def check(spec: RunSpec) -> None:

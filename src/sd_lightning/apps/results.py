@@ -13,7 +13,7 @@ import torch
 
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.far_runs import name_of
 from sd_lightning.storage.runs import PLAN
 
@@ -101,8 +101,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     }
     on_cpu = trainer.strategy.root_device.type == "cpu"
     summary["plan"] = _against_plan(run_dir / PLAN, summary, on_cpu=on_cpu)
-    with new_file(run_dir / "summary.json") as path:
-        path.write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
     write_report(run_dir, summary, metrics, spec.yaml())
     print("\n".join(_lines(summary, run_dir)))

@@ -264,8 +264,7 @@ class RunSpec:
         Args:
             deferred: Networks whose weights are read later or never, where that is possible.
         """
-        model: LatentDiffusion = self.model.builder(**({"deferred": tuple(deferred)} if self.can_defer else {}))
-        return model
+        return self.model.builder(**({"deferred": tuple(deferred)} if self.can_defer else {}))
 
     @property
     def callbacks(self) -> Mapping[str, Callback]:

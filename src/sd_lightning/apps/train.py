@@ -22,7 +22,7 @@ from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.remote.launchers import Ray
 from sd_lightning.storage import checkpoint, far_runs, runs
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.runs import PLAN
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     memory = callback_of(trainer, EngineMemory)
     if memory is not None:
         memory.check(trainer.strategy)
-    datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
+    num_processes, accumulate = trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches
+    datamodule.batching.check(datamodule.source_train, num_processes, accumulate)
     datamodule.check_model(module.latent_diffusion, train_text_encoder=module.encoder.train_text_encoder)
     saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
@@ -218,7 +219,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     samples = callback_of(trainer, SampleGrid)
     if samples is not None:
         samples.options.check(module.latent_diffusion)
-    batches = datamodule.most_batches_per_epoch * trainer.accumulate_grad_batches
+    batches = datamodule.batching.most_batches(datamodule.source_train) * accumulate
     interval = trainer.val_check_interval
     if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > batches:
         raise UsageError(
@@ -234,20 +235,18 @@ def open_run(spec: RunSpec, trainer: pl.Trainer, choice: PlanChoice | None, uplo
     run_dir, settings = spec.output_dir, spec.yaml()
     saving, resume = checkpoints_of(trainer), spec.resume
     saving.folder.open(overwrite=spec["overwrite"])
-    if spec.url is not None and resume is not None and far_runs.copy_folder(spec.url) in resume.parents:
+    if spec.url is not None and resume is not None and far_runs.working_folder(spec.url, "fetched") in resume.parents:
         far_runs.fetch_records(spec.url, run_dir, runs.is_record, who="output_dir")  # curves go on where they were
     if uploads is not None:
         step = 0 if resume is None else checkpoint.step_of(resume)
         uploads.open(keep=saving.keep, step=step)
         saving.uploads = uploads
-    with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
-        tmp.write_text(settings)
+    write_whole(run_dir / "config.yaml", settings)  # a link of that name is replaced, not followed
     if choice is not None:
         from sd_lightning.apps.plan_output import record
 
         plans = record(choice.plans, title=choice.who, settings="of this run, in config.yaml")
-        with new_file(run_dir / PLAN) as tmp:
-            tmp.write_text(json.dumps(plans, indent=1), encoding="utf-8")
+        write_whole(run_dir / PLAN, json.dumps(plans, indent=1))
     else:
         (run_dir / PLAN).unlink(missing_ok=True)  # of an earlier start of this run
     for logger in trainer.loggers:

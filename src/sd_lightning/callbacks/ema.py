@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning.callbacks.steps import StepCallback, callbacks_of
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.state.averaging import Averaging
@@ -53,9 +53,8 @@ class EMA(StepCallback, TakesMemory):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise UsageError(f"EMA got decay={decay}; expected a number in [0, 1], e.g. decay=0.9999")
-        for name, value, least in (("update_every", update_every, 1), ("update_after_step", update_after_step, 0)):
-            if value < least:
-                raise UsageError(f"EMA got {name}={value}; expected at least {least}, e.g. {name}={least}")
+        check_at_least("EMA", 1, update_every=update_every)
+        check_at_least("EMA", 0, update_after_step=update_after_step)
         self.decay = decay
         self.update_after_step = update_after_step
         self.update_every = update_every

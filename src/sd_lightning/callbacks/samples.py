@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import check_at_least
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.steps import StepCallback, paused
@@ -60,13 +60,8 @@ class SampleGrid(StepCallback, TakesMemory):
         options: SamplingOptions | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 0),
-            ("columns", columns, 1),
-            ("accuracy_samples", accuracy_samples, 0),
-        ):
-            if value < least:
-                raise UsageError(f"SampleGrid got {name}={value}; expected at least {least}, e.g. {name}={least}")
+        check_at_least("SampleGrid", 0, every_n_steps=every_n_steps, accuracy_samples=accuracy_samples)
+        check_at_least("SampleGrid", 1, columns=columns)
         self.folder = Path(run_dir) / "samples"
         self.prompts = prompts
         self.every_n_steps = every_n_steps

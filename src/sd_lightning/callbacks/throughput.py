@@ -19,14 +19,14 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning.callbacks.lightning_loops import FETCH
 from sd_lightning.callbacks.steps import PauseListener, StepCallback, paused
 from sd_lightning.data.contract import global_batch_size
 from sd_lightning.gemini.memory import peak_allocated, peak_resident
 from sd_lightning.planner.devices import table_of
 from sd_lightning.report.memory import TIMELINE_NAME
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.strategies import EngineStrategy, engine_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class CountsFlops(Protocol):
 
     def flops_per_sample(self, batch: Any) -> int:
         """Return the FLOPs of one training step per sample of ``batch``, forward and backward."""
-        ...
 
 
 class TrainingClock:
@@ -311,9 +310,7 @@ class EngineMemory(Callback):
     """
 
     def __init__(self, run_dir: str | Path, *, every_n_steps: int = 10, trace_step: int = 3) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("trace_step", trace_step)):
-            if value < 1:
-                raise UsageError(f"EngineMemory got {name}={value}; expected at least 1, e.g. {name}=3")
+        check_at_least("EngineMemory", 1, every_n_steps=every_n_steps, trace_step=trace_step)
         self.run_dir = Path(run_dir)
         self.every_n_steps = every_n_steps
         self.trace_step = trace_step
@@ -349,8 +346,7 @@ class EngineMemory(Callback):
             self._note(engine, "step", "")
             if trainer.is_global_zero:
                 timeline = {"step": self.trace_step, "rank": trainer.global_rank, "events": self._events}
-                with new_file(self.run_dir / TIMELINE_NAME) as tmp:
-                    tmp.write_text(json.dumps(timeline), encoding="utf-8")
+                write_whole(self.run_dir / TIMELINE_NAME, json.dumps(timeline))
         if trainer.global_step % self.every_n_steps == 0:
             values = {f"gemini/{name}": float(value) for name, value in engine.statistics().items()}
             pl_module.log_dict(values, batch_size=1)

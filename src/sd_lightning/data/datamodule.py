@@ -101,7 +101,7 @@ class SDDataModule(LightningDataModule):
         for source in self._sources:
             self.bad.count(source.dropped)
         drop_last = self.loader_options.drop_last
-        self._batching = Batching(batch_size, self.images, drop_last=drop_last, count_bad=self.bad.count)
+        self.batching = Batching(batch_size, self.images, drop_last=drop_last, count_bad=self.bad.count)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -121,19 +121,6 @@ class SDDataModule(LightningDataModule):
                 "a photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or "
                 "train without pictures of the class"
             )
-
-    def check_batches(self, world_size: int, accumulate: int) -> None:
-        """Check that the training set fills a global batch, and that the batch has a sample for every process.
-
-        Raises:
-            UsageError: The batch is too large or too small.
-        """
-        self._batching.check(self.source_train, world_size, accumulate)
-
-    @property
-    def most_batches_per_epoch(self) -> int:
-        """The largest possible number of global batches in an epoch, the exact one without buckets."""
-        return self._batching.most_batches(self.source_train)
 
     def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
         """Check that a model, with or without its text encoders, can be trained on these data.
@@ -156,7 +143,7 @@ class SDDataModule(LightningDataModule):
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the training set, computed on the first call; see ``data/fingerprint.py``."""
         if self._fingerprint is None:
-            order = self._batching.signature(self.source_train)
+            order = self.batching.signature(self.source_train)
             train, val = self.source_train, self.source_val
             is_part = isinstance(train, SourceSubset) and isinstance(val, SourceSubset) and train.source is val.source
             self._fingerprint = fingerprint(train, order=order, held_out=val if is_part else None)
@@ -185,7 +172,7 @@ class SDDataModule(LightningDataModule):
         trainer = self._attached()
         world_size, rank = self._data_parallel()
         shuffle = not trainer.overfit_batches  # type: ignore[attr-defined]
-        order = self._batching.order(self.source_train, seed=self._module().seed, shuffle=shuffle)
+        order = self.batching.order(self.source_train, seed=self._module().seed, shuffle=shuffle)
         self.train_sampler = GlobalBatchSampler(
             order, world_size=world_size, rank=rank, accumulate=trainer.accumulate_grad_batches
         )
@@ -218,7 +205,7 @@ class SDDataModule(LightningDataModule):
         dataset = self._dataset(self.source_val, self.images.evaluation(), wrong_captions=True)
         self._check_caption_gap(dataset)
         size = self.loader_options.val_batch_size or self.batch_size
-        batches = self._batching.validation(self.source_val, size, *self._data_parallel())
+        batches = self.batching.validation(self.source_val, size, *self._data_parallel())
         return WholeBatchLoader(self.loaders.build(dataset, batches, self._attached()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
@@ -266,7 +253,7 @@ class SDDataModule(LightningDataModule):
             wrong_captions=wrong_captions,
             latents=self._stored(source),
             max_bad=self.bad.limit,
-            buckets=self._batching.buckets(source),
+            buckets=self.batching.buckets(source),
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:

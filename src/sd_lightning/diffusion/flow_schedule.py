@@ -60,10 +60,8 @@ class DynamicShift:
                 "expected a scheduler that knows them. Set objective.shift=null, or a number such as 3."
             )
         made = cls(**numbers, time_shift_type=config.get("time_shift_type", "exponential"))
-        if made.base_image_seq_len >= made.max_image_seq_len or made.time_shift_type not in (
-            "exponential",
-            "linear",
-        ):
+        known = made.time_shift_type in ("exponential", "linear")
+        if made.base_image_seq_len >= made.max_image_seq_len or not known:
             raise UsageError(
                 f"Objective got {made} from the model's scheduler ({scheduler}); expected base_image_seq_len < "
                 "max_image_seq_len, and time_shift_type exponential or linear. Change the model's scheduler config, or "

@@ -80,13 +80,8 @@ class GeminiConfig:
         expected = "expected float32, or bfloat16 or float16 to send half as much"
         yield self.reduce_dtype not in types, f"reduce_dtype={self.reduce_dtype}; {expected}"
         needs_dir, has_dir = self.disk_optim_frac > 0, self.offload_dir is not None
-        yield (
-            needs_dir and not has_dir,
-            (
-                f"disk_optim_frac={self.disk_optim_frac} without offload_dir; expected a folder on a local disk, e.g. "
-                "offload_dir=/scratch/gemini"
-            ),
-        )
+        remedy = "expected a folder on a local disk, e.g. offload_dir=/scratch/gemini"
+        yield needs_dir and not has_dir, f"disk_optim_frac={self.disk_optim_frac} without offload_dir; {remedy}"
         remedy = "but nothing goes to disk; set disk_optim_frac"
         yield has_dir and not needs_dir, f"offload_dir={self.offload_dir} {remedy}"
         decided = [
@@ -95,27 +90,14 @@ class GeminiConfig:
         remedy = "auto decides these: leave them out, or set placement=static"
         yield auto and bool(decided), f"placement=auto and {', '.join(decided)}; {remedy}"
         yield auto and self.memory_cap is None, "placement=auto without memory_cap; expected e.g. memory_cap=0.9"
-        yield (
-            static and self.memory_cap is not None,
-            (
-                f"memory_cap={self.memory_cap} with placement=static; set placement=auto, or use the fractions and "
-                "gathered_budget"
-            ),
-        )
-        yield (
-            self.offload_param_frac > self.shard_param_frac,
-            (
-                f"offload_param_frac={self.offload_param_frac} and shard_param_frac={self.shard_param_frac}; only "
-                "sharded weights are offloaded: expected offload_param_frac <= shard_param_frac"
-            ),
-        )
-        yield (
-            self.disk_optim_frac > self.offload_optim_frac,
-            (
-                f"disk_optim_frac={self.disk_optim_frac} and offload_optim_frac={self.offload_optim_frac}; the disk "
-                "holds a part of what is offloaded: expected disk_optim_frac <= offload_optim_frac"
-            ),
-        )
+        remedy = "set placement=auto, or use the fractions and gathered_budget"
+        yield static and self.memory_cap is not None, f"memory_cap={self.memory_cap} with placement=static; {remedy}"
+        for part, whole, why in (
+            ("offload_param_frac", "shard_param_frac", "only sharded weights are offloaded"),
+            ("disk_optim_frac", "offload_optim_frac", "the disk holds a part of what is offloaded"),
+        ):
+            given = f"{part}={getattr(self, part)} and {whole}={getattr(self, whole)}"
+            yield getattr(self, part) > getattr(self, whole), f"{given}; {why}: expected {part} <= {whole}"
 
     def memory_cap_bytes(self, device_bytes: int) -> int | None:
         """Return ``memory_cap`` in bytes on a device of this size.

@@ -248,7 +248,7 @@ class ChunkedState(ShardedState):
         """
         self._check_not_swapped("load")
         if groups is not None:
-            load_groups(self._engine.optimizers, self._names(), groups)
+            load_groups(self._engine.optimizers, self.optimizer_groups(), groups)
         self._engine.synchronize()
         for optimizer in self._engine.optimizers if groups is not None else ():
             optimizer.adopt()  # the groups' settings have been loaded

@@ -96,17 +96,12 @@ class Runtime:
         """Functions that remove hooks."""
         self._attach(is_alone=chunked.collectives.is_alone)
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended; a failed one counts until it is aborted."""
-        return bool(self._pass.tasks)
-
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
         self.access.close()
         if self.chunked.is_swapped:
             raise RuntimeError("an optimizer stepped between swap_in and swap_out")
-        if self.is_in_backward:
+        if self._pass.tasks:  # a failed one counts until it is aborted
             raise RuntimeError("an optimizer stepped after a backward pass that did not end; call abort() first")
 
     def detach(self) -> None:

@@ -80,17 +80,14 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
         # Not if the whole block is recomputed: a dispatch mode in Python slows every operation.
-        contexts: dict[str, Any] = (
-            {} if self._kept is SavedActivations.INPUTS else {"context_fn": functools.partial(_contexts, self._kept)}
-        )
+        contexts: dict[str, Any] = {}
+        if self._kept is not SavedActivations.INPUTS:
+            policy = functools.partial(_policy, self._kept)
+            contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         run = functools.partial(kind.forward, self)
         return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _contexts(kept: SavedActivations) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, kept))
 
 
 def _policy(kept: SavedActivations, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

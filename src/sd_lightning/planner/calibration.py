@@ -16,7 +16,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.devices import DTYPES, Device, device_of, load_device, table_of
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
-from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ class Calibration:
         values = {"format": FORMAT, **asdict(self)}
         values["speeds"]["flops"] = {"/".join(key): asdict(curve) for key, curve in self.speeds.flops.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(file) as path:
-            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(values, indent=1) + "\n")
 
 
 def device_name(*, of_cpu: bool = False) -> str:

@@ -7,6 +7,7 @@ checkpointing, then checked on a trace with the choice.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -147,8 +148,7 @@ class Simulation:
         np.maximum.at(most, blocks.of, held.cumsum()[blocks.forward])
         lost = blocks.is_dropped & ~blocks.kept_changed[level]
         needed = np.bincount(blocks.of_changed[lost], self._sizes[lost], len(self.blocks) + 1)
-        extra: np.ndarray = np.maximum(most - needed, 0)[:-1]
-        return extra
+        return np.maximum(most - needed, 0)[:-1]
 
     def change(self, levels: np.ndarray) -> np.ndarray:
         """Return the change of the bytes that exist during each operation.
@@ -204,14 +204,11 @@ class Simulation:
                 levels[block] = max(levels[block], level)
             return levels
 
-        low, high = 0, len(reductions)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(after(middle)) else (middle + 1, high)
-        levels = after(low)
+        fewest = bisect_left(range(len(reductions)), True, key=lambda number: fits(after(number)))
+        levels = after(fewest)
         if not fits(levels):
             return levels
-        for block, _ in reversed(reductions[:low]):  # the last one may free more than is needed
+        for block, _ in reversed(reductions[:fewest]):  # the last one may free more than is needed
             for level in (level for level in menu if level < levels[block]):
                 fewer = levels.copy()
                 fewer[block] = level

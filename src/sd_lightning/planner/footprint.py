@@ -19,6 +19,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.checkpointing import SavedActivations
+from sd_lightning.state.host import page_locked_bytes
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -56,6 +57,7 @@ class Workload:
     world_size: int = 1
     accumulates: bool = False
     """Whether several micro-batches make a step."""
+    _stepped: dict[tuple[torch.dtype, bool], float] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def trained(self) -> list[Weight]:
@@ -105,10 +107,6 @@ class Workload:
             self._stepped[key] = sum(counted) / parameter.numel()
         return self._stepped[key]
 
-    @cached_property
-    def _stepped(self) -> dict[tuple[torch.dtype, bool], float]:
-        return {}
-
 
 _SMALL = 4096
 """Elements below which bitsandbytes keeps states in 32 bits."""
@@ -149,14 +147,6 @@ class Holding:
 
 PAGE_LOCKED_ROUNDING = "rounding of page-locked memory"
 """What page-locked blocks take beside what they hold; only with CUDA."""
-
-
-def page_locked_bytes(nbytes: int) -> int:
-    """Return the bytes of a page-locked block: torch rounds it up to a power of two.
-
-    So does ``allocate`` in torch 2.13's ``ATen/core/CachingHostAllocator.h``. What is freed stays page-locked.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def rounding(blocks: Iterable[int]) -> Holding:
@@ -294,5 +284,4 @@ class Candidate:
 
     def footprint(self, workload: Workload) -> Footprint | None:
         """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
-        footprint: Footprint | None = self.build(**self.settings).footprint(workload)
-        return footprint
+        return self.build(**self.settings).footprint(workload)

@@ -113,8 +113,7 @@ class Timeline:
 
     @property
     def total(self) -> np.ndarray:
-        total: np.ndarray = sum(self.kinds.values(), np.zeros(len(self.blocks)))
-        return total
+        return sum(self.kinds.values(), np.zeros(len(self.blocks)))
 
 
 class Forecaster:
@@ -372,8 +371,7 @@ class StepCurves:
 
     def total(self, batch_size: int) -> np.ndarray:
         """Return the bytes of activations and of what is held in part of the step, for each operation."""
-        total: np.ndarray = self.trace.live(batch_size) + self._sum
-        return total
+        return self.trace.live(batch_size) + self._sum
 
     def phase(self, batch_size: int, always: Parts, change: np.ndarray | None = None) -> Phase:
         """Return the memory of the step at its peak.

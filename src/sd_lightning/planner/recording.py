@@ -72,7 +72,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
-        self._batch_size = batch_size
+        self._batch_size, self._uses = batch_size, _uses_by_autograd()
         self._live: dict[int, tuple[Any, Buffer]] = {}
         self._entered: list[str] = []
         # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which modules,
@@ -85,6 +85,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_view(func):
             return func(*args, **kwargs)
+        if self._adds_in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
         is_mutable = func._schema.is_mutable
         key = None if is_mutable else _key(func, args, kwargs)
         if key is not None and key in self._known:
@@ -110,6 +112,15 @@ class _Recorder(TorchDispatchMode):
             size = self._amount(args[1], 4) + self._amount(args[5], 4)
             self.buffers.append(Buffer(size, index, index + 1))
         return result
+
+    def _adds_in_place(self, func: Any, args: Any) -> bool:
+        """Return whether autograd adds a gradient to another one in place, where no mode records it.
+
+        It does so where only its buffer holds that one, and its values lie apart (torch, ``input_buffer.cpp``).
+        """
+        if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        return args[0].untyped_storage().nbytes() >= args[0].nbytes and _uses(args[0]) == self._uses
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> Cost:
         packet = func._overloadpacket
@@ -194,6 +205,29 @@ class _Recorder(TorchDispatchMode):
         for buffer in self.buffers_of(parameter.grad):
             buffer.is_gradient = True
         parameter.grad = None
+
+
+def _uses(tensor: Any) -> tuple[int, int]:
+    """Return how many places hold a tensor, and its memory."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _uses_by_autograd() -> tuple[int, int]:
+    """Return the uses of a gradient that only autograd holds, in a mode that is called to add to it."""
+    found = []
+
+    class Watch(TorchDispatchMode):
+        @override
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                found.append(_uses(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad(), Watch():
+        values = torch.ones(1, device="meta", requires_grad=True)
+        torch.autograd.grad(values.sin() * values.cos(), values)
+    return found[0]
 
 
 @functools.cache
@@ -292,8 +326,7 @@ def _attention_flops(query: Tensor, key: Tensor) -> int:
 def _flash_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **_: Any
 ) -> Tensor:
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-    return output
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
 def _rms_norm(

@@ -66,8 +66,7 @@ class Curve:
         """Return the rate for operations of these sizes."""
         if len(self.rates) == 1:
             return np.full(len(sizes), self.rates[0])
-        rates: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
-        return rates
+        return np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
 
     def divided(self, count: int) -> Curve:
         return Curve(self.sizes, tuple(rate / count for rate in self.rates))

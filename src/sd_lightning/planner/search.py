@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -132,6 +133,8 @@ class Search:
     "auto"."""
     tf32: bool = False
     """Products of float32 matrices use TensorFloat-32."""
+    _forecasters: dict[bool, Forecaster] = field(default_factory=dict, init=False)
+    _simulations: dict[tuple[Trace, int], Simulation] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         count, batch_size = self.cluster.count, self.batch_size
@@ -216,14 +219,6 @@ class Search:
     @property
     def _suited(self) -> list[Candidate]:
         return [candidate for candidate in self.candidates if candidate.suits(self.cluster.count)]
-
-    @cached_property
-    def _forecasters(self) -> dict[bool, Forecaster]:
-        return {}
-
-    @cached_property
-    def _simulations(self) -> dict[tuple[Trace, int], Simulation]:
-        return {}
 
     def smallest_that_fits(self) -> TrainingPlan | None:
         """Return a plan with the smallest micro-batch that fits, if there is one; of the simplest strategy."""
@@ -353,10 +348,7 @@ def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     while high <= len(sizes) and fits(sizes[high - 1]):
         low, high = high, 2 * high
     high = min(high, len(sizes) + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(sizes[middle - 1]) else (low, middle)
-    return low
+    return bisect_left(sizes, True, low, high - 1, key=lambda size: not fits(size))
 
 
 def _fastest_first(plans: list[TrainingPlan], spread: float) -> tuple[TrainingPlan, ...]:

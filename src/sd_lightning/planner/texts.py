@@ -83,11 +83,8 @@ class TextBill:
             "store": "store them (precompute text=true, then encoders=none)",
             "trim": "store them, without padding (precompute text=true, then encoders=none)",
         }[self.choice]
-        sizes = f"{self.caption_bytes / 1e6:.3g} MB per caption, {self._ratio:.3g} times its latents{many}"
+        ratio = self.caption_bytes / self.latents_bytes
+        sizes = f"{self.caption_bytes / 1e6:.3g} MB per caption, {ratio:.3g} times its latents{many}"
         encoding = f"{100 * self.share:.2g} % of a step and {100 * self.memory_share:.0f} % of the GPU's memory"
         reading = f"{self.read_per_second / GB:.2g} of an assumed {READABLE / GB:g} GB/s"
         return f"text: {at_most}{sizes}; encoding takes {encoding}, reading {reading}: {how}"
-
-    @property
-    def _ratio(self) -> float:
-        return self.caption_bytes / self.latents_bytes

@@ -20,8 +20,7 @@ def write_document(path: Path, title: str, kind: str, body: str) -> Path:
         body: HTML below the heading.
     """
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    with atomic.new_file(path) as unfinished:
-        unfinished.write_text(template.substitute(title=html.escape(title), kind=kind, body=body), encoding="utf-8")
+    atomic.write_whole(path, template.substitute(title=html.escape(title), kind=kind, body=body))
     return path
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.document import card, charts, rows, section, tiles, write_document
-from sd_lightning.report.drawing import AREAS, INKS, bar_height, number, render_svg, stacked, tidy
+from sd_lightning.report.document import charts, rows, section, tiles, write_document
+from sd_lightning.report.drawing import AREAS, INKS, Panel, bar_height, number, stacked, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -146,7 +146,7 @@ def _bars(
 
     Args:
         title: Heading.
-        note: The note, as HTML.
+        note: The note.
         names: One for each bar.
         bars: The parts of each bar.
         parts: Their names, in the order of the colours.
@@ -162,8 +162,7 @@ def _bars(
         axes.set_xlabel(unit)
 
     keys = [(ink, part, "") for ink, part, values in zip(AREAS, parts, zip(*bars)) if any(values)]
-    svg = render_svg(title, draw, wide=True, height=bar_height(bars))
-    return card(f"{title}, predicted", note, keys=keys, picture=svg, wide=True)
+    return Panel(f"{title}, predicted", draw, keys, note, wide=True, height=bar_height(bars)).figure()
 
 
 def _memory_card(data: Data) -> str:
@@ -215,15 +214,14 @@ def _timeline_card(timeline: Data | None) -> str:
         tidy(axes)
 
     peak = timeline["peak"]
-    note = f"Of the fastest plan; the most GB of each kind in the key. {html.escape(peak[:1].upper() + peak[1:])}."
-    svg = render_svg("Memory of a step", draw, wide=True)
-    return card("Memory of a step, predicted", note, keys=keys, picture=svg, wide=True)
+    note = f"Of the fastest plan; the most GB of each kind in the key. {peak[:1].upper() + peak[1:]}."
+    return Panel("Memory of a step, predicted", draw, keys, note, wide=True).figure()
 
 
 def _time_card(data: Data) -> str:
     plans = data["plans"][:_MOST]
     bars = [[1e3 * plan["seconds"][part] / plan["global_batch"] for part in _TIMES] for plan in plans]
-    names, note = [plan["name"] for plan in plans], html.escape(f"Seconds are {data['speeds']}.")
+    names, note = [plan["name"] for plan in plans], f"Seconds are {data['speeds']}."
     unit = "milliseconds per image, on all GPUs together"
     return _bars("Time by strategy", note, names, bars, unit=unit, parts=_TIMES.values())
 
@@ -255,8 +253,7 @@ def _frontier_card(plans: Sequence[Data]) -> str:
         f"Each of the {len(plans):,} points is a plan that fits: a strategy, a batch per GPU, and what is recomputed. "
         "The line is the most images per second for so much memory."
     )
-    svg = render_svg("Speed against memory", draw, wide=True)
-    return card("Speed against memory, predicted", note, keys=keys, picture=svg, wide=True)
+    return Panel("Speed against memory, predicted", draw, keys, note, wide=True).figure()
 
 
 def _gpu_table(gpus: Sequence[Data]) -> str:

@@ -91,6 +91,14 @@ def _affine_cores() -> int:
         return os.cpu_count() or 1
 
 
+def this_machine(otherwise: str) -> str:
+    """Return an ID of this boot and this container, the scope of process IDs; ``otherwise`` where it is not Linux."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return otherwise
+
+
 @cache
 def _quota(together: Path, apart: Path) -> float:
     """Return the whole cores that a control group may use; infinity without a limit, or where none can be read.
@@ -118,11 +126,17 @@ def streams_of(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else None
 
 
-def pinned_bytes(nbytes: int) -> int:
-    """Return the host memory that tensors of so many bytes take in pinned blocks."""
-    if nbytes > BLOCK_BYTES:
-        return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+def page_locked_bytes(nbytes: int) -> int:
+    """Return the bytes of a page-locked block: torch rounds it up to a power of two.
+
+    So does ``allocate`` in torch 2.13's ``ATen/core/CachingHostAllocator.h``. What is freed stays page-locked.
+    """
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the host memory that tensors of so many bytes take in pinned blocks of :func:`host_memory`."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES if nbytes > BLOCK_BYTES else page_locked_bytes(nbytes)
 
 
 def host_memory(

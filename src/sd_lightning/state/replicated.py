@@ -93,7 +93,7 @@ class ReplicatedState(TrainingState):
                 read("master", name, self._local(parameter), *self._range(parameter))
         if groups is None:
             return
-        load_groups(self._optimizers, self._names, groups)
+        load_groups(self._optimizers, self.optimizer_groups(), groups)
         for optimizer in self._optimizers:
             for gindex, group in enumerate(optimizer.param_groups):
                 for pindex, parameter in enumerate(group["params"]):

@@ -5,7 +5,7 @@ EMA, portable checkpoints, export and the parity tests use only :class:`Paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
@@ -213,14 +213,18 @@ def named_groups(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, s
     ]
 
 
-def load_groups(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str], saved: OptimizerGroups) -> None:
+def load_groups(optimizers: Sequence[Optimizer], ours: OptimizerGroups, saved: OptimizerGroups) -> None:
     """Load the hyper-parameters of optimizers' groups.
+
+    Args:
+        optimizers: The optimizers.
+        ours: Their groups, with names of parameters.
+        saved: Those of a checkpoint.
 
     Raises:
         UsageError: The groups do not hold the same parameters as those saved.
     """
-    optimizers = list(optimizers)
-    check_same_groups(named_groups(optimizers, names), saved)
+    check_same_groups(ours, saved)
     for optimizer, groups in zip(optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(hyper_parameters(values))

@@ -91,6 +91,12 @@ def new_file(path: Path) -> Iterator[Path]:
         tmp.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file as :func:`new_file` does; texts in UTF-8."""
+    with new_file(path) as tmp:
+        tmp.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder; it replaces ``path`` at the end; an error leaves ``path`` unchanged."""

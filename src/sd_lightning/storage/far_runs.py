@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 
@@ -48,22 +49,14 @@ def is_url(place: object) -> bool:
     return str(place).partition("://")[0] in PROVIDERS and "://" in str(place)
 
 
-def working_folder(url: str) -> Path:
-    """Return the folder in which the run of a URL works on this machine."""
-    return _place("runs", url)
+def working_folder(url: str, kind: Literal["runs", "fetched", "records"] = "runs") -> Path:
+    """Return the folder in which the run of a URL works on this machine.
 
-
-def copy_folder(url: str) -> Path:
-    """Return the folder of what is fetched of a run."""
-    return _place("fetched", url)
-
-
-def records_folder(url: str) -> Path:
-    """Return the folder for what a run has recorded, which is fetched anew each time."""
-    return _place("records", url)
-
-
-def _place(kind: str, url: str) -> Path:
+    Args:
+        url: The run.
+        kind: "fetched": the folder of copies of its checkpoints; "records": that of what it has recorded, which is
+            fetched anew each time.
+    """
     protocol, _, rest = url.rstrip("/").partition("://")
     names = rest.split("/")
     if protocol not in PROVIDERS or any(name in ("", ".", "..") or "\0" in name for name in names):
@@ -144,7 +137,7 @@ def _newest(url: str, *, who: str, after: int = -1, only: str | None = None, pip
         only: Name of the only checkpoint to look for.
         pipeline: Fetch the pipeline, too.
     """
-    location, copy = open_location(url, key=who), copy_folder(url)
+    location, copy = open_location(url, key=who), working_folder(url, "fetched")
     names = {only} if only else {entry.name.split("/")[1] for entry in location.entries("checkpoints/")}
     steps = [name for name in names if checkpoint.is_step(name) and checkpoint.step_of(name) > after]
     for name in sorted(steps, key=checkpoint.step_of, reverse=True):
@@ -194,8 +187,7 @@ def _fetch(location: Location, copy: Path, *, pipeline: bool) -> None:
         if copy.exists() and not ((copy / MANIFEST_NAME).is_file() and (copy / MANIFEST_NAME).read_bytes() == text):
             atomic.delete_folder(copy)  # of another checkpoint of that step
         copy.mkdir(exist_ok=True)
-        with atomic.new_file(copy / MANIFEST_NAME) as tmp:
-            tmp.write_bytes(text)
+        atomic.write_whole(copy / MANIFEST_NAME, text)
         wanted = [n for n in files if (pipeline if n.startswith("pipeline/") else not n.endswith(".safetensors"))]
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             list(pool.map(lambda name: _bring(location, copy, name, files[name][1]), wanted))

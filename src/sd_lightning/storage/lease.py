@@ -12,17 +12,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.host import this_machine
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
+_MACHINE = this_machine(socket.gethostname())
 BEAT = 30.0
 """Seconds between two signs of life of a job."""
 LOOK = 2.0
@@ -95,7 +96,7 @@ class Lease:
                 log.warning("%s", error)
 
     def _sign(self) -> bytes:
-        process = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
+        process = {"host": socket.gethostname(), "machine": _MACHINE, "pid": os.getpid()}
         process["started"] = psutil.Process().create_time()
         return json.dumps(process | {"token": self.token, "time": time.time()}).encode()
 
@@ -111,7 +112,7 @@ class Lease:
         holder = first
         while True:
             try:
-                age, is_here = time.time() - float(holder["time"]), holder.get("machine") == _machine()
+                age, is_here = time.time() - float(holder["time"]), holder.get("machine") == _MACHINE
                 watched, is_silent = time.monotonic() - begin, age >= self.silence
                 if is_here and (is_silent or _is_dead(holder)):
                     return
@@ -133,14 +134,6 @@ class Lease:
             holder = self._holder()
 
 
-def _machine() -> str:
-    """Return what processes have in common that see each other: the start of their system, and their container."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
 def _is_dead(holder: dict[str, Any]) -> bool:
     pid = int(holder["pid"])
     if pid == os.getpid() or not psutil.pid_exists(pid):  # or an earlier job of this process
@@ -152,5 +145,5 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 
 def _process(holder: dict[str, Any]) -> str:
-    is_here = holder.get("machine") == _machine()
+    is_here = holder.get("machine") == _MACHINE
     return f"process {holder.get('pid')} of {'this machine' if is_here else holder.get('host')}"

@@ -46,13 +46,13 @@ class Provider(ABC):
         """Raise a ``UsageError`` if the store is read only."""
         return
 
-    @abstractmethod
     def metadata(self, writer: str) -> dict[str, Any]:
-        """Return arguments that make an upload record who wrote the file."""
+        """Return arguments that make an upload record who wrote the file; for stores that can be written."""
+        raise NotImplementedError
 
-    @abstractmethod
     def writer(self, file_system: Any, path: str) -> str | None:
-        """Return who wrote a file, as :meth:`metadata` recorded it."""
+        """Return who wrote a file, as :meth:`metadata` recorded it; for stores that can be written."""
+        raise NotImplementedError
 
     def exists_already(self, error: Exception) -> bool:
         """Return whether an upload was refused because the file exists.
@@ -295,12 +295,6 @@ class HuggingFace(Provider):
             f"{who}: hf:// is read only, since the Hub cannot create a file only if it is absent; expected a local "
             "folder, s3:// or gs://; write there and upload the result with `hf upload-large-folder`."
         )
-
-    def metadata(self, writer: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def writer(self, file_system: Any, path: str) -> str | None:
-        raise NotImplementedError
 
     def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         errors = require("huggingface_hub.errors", extra=self.extra, who="hf://")

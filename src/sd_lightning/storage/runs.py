@@ -162,8 +162,7 @@ def mark(run_dir: Path, *, anew: bool = False) -> None:
     if anew or _mark(run_dir) is None:
         what = "a run of sd_lightning; overwrite=true deletes what it wrote"
         content = {"format": _FORMAT, "what": what, "id": secrets.token_hex(8)}
-        with atomic.new_file(run_dir / MARK) as tmp:
-            tmp.write_text(json.dumps(content), encoding="utf-8")
+        atomic.write_whole(run_dir / MARK, json.dumps(content))
 
 
 def _mark(folder: Path) -> int | None:
@@ -339,7 +338,7 @@ def holds(run_dir: Path, path: Path) -> bool:
     So does a copy of what the bucket holds of the run.
     """
     place, url = path.resolve(), far_runs.url_of(run_dir)
-    copies = [] if url is None else [far_runs.copy_folder(url)]
+    copies = [] if url is None else [far_runs.working_folder(url, "fetched")]
     return any(place.is_relative_to(part.resolve()) for part in (run_dir, *copies, *(run_dir / n for n in _NAMES)))
 
 

@@ -184,7 +184,10 @@ class RunUploads:
                     self._upload_checkpoint(path)
                 finally:
                     self.busy = None
-        changed = {name: stamp for name, stamp in self._records().items() if self._far.get(name) != stamp}
+        entries = LocalFolder(str(self.folder), self.folder, self.lease.who).entries()
+        stats = {entry.name: (self.folder / entry.name).stat() for entry in entries if runs.is_record(entry.name)}
+        stamps = {name: f"{status.st_ino} {status.st_size} {status.st_mtime_ns}" for name, status in stats.items()}
+        changed = {name: stamp for name, stamp in stamps.items() if self._far.get(name) != stamp}
         for names in (changed.keys() - {_SUMMARY}, changed.keys() & {_SUMMARY}):
             self._put({name: changed[name] for name in names})
             self.lease.check()
@@ -218,12 +221,6 @@ class RunUploads:
         self.location.replace(manifest, text)
         self._far[manifest] = text.decode()
         log.info("step %d is in %s", checkpoint.step_of(path), self.location.url)
-
-    def _records(self) -> dict[str, str]:
-        """Return the run's records on disk, each with what changes with it."""
-        names = (entry.name for entry in LocalFolder(str(self.folder), self.folder, self.lease.who).entries())
-        stats = {name: (self.folder / name).stat() for name in names if runs.is_record(name)}
-        return {name: f"{status.st_ino} {status.st_size} {status.st_mtime_ns}" for name, status in stats.items()}
 
     def _put(self, files: Mapping[str, str]) -> None:
         """Bring files into the bucket, of which the stamps are given; by a copy of a twin there, if there is one."""

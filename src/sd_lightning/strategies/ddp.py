@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload, replicated
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
@@ -47,8 +47,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     ) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        if bucket_cap_mb < 1:
-            raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        check_at_least("DDPStrategy", 1, bucket_cap_mb=bucket_cap_mb)
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         """Whether each parameter was trained when DDP was built."""

@@ -36,15 +36,12 @@ class TrainingProtocol(Protocol):
 
         The default is the module's children.
         """
-        ...
 
     def repeated_blocks(self) -> Mapping[str, nn.Module]:
         """Return the blocks to gather one at a time; see :mod:`sd_lightning.models.families.blocks`."""
-        ...
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Return a network's weights that are still in their files, once; None by default."""
-        ...
 
 
 def trained_networks(module: pl.LightningModule, later: Collection[Tensor] = ()) -> dict[str, nn.Module]:

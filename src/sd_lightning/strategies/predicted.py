@@ -59,7 +59,6 @@ class PlannedModule(Protocol):
 
     def run_settings(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the arguments of :func:`training_run` that module and data know: ``batch_size``, ``resolution``, …"""
-        ...
 
 
 @dataclass(frozen=True)

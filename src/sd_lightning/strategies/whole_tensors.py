@@ -22,8 +22,8 @@ from sd_lightning.state.shards import (
     ShardedState,
     SwappableWeights,
     TrainingState,
-    check_same_groups,
     hyper_parameters,
+    load_groups,
     optimizer_name,
     tensor_of,
 )
@@ -75,7 +75,12 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
         keep: Whether this rank wants the result; other ranks get an empty dictionary.
     """
     mine = _by_name(state.parameter_shards())
-    known = _known_states(mine)
+    known = of_all_ranks(  # each parameter's kinds of states, with shape and dtype, and its scalars
+        {
+            name: ({k: (shards[0].shape, tensor_of(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
+            for name, shards in mine.items()
+        }
+    )
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(_names(state, number)):
         entry: dict[str, Any] = {}
@@ -136,16 +141,6 @@ def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]
     return mine
 
 
-def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
-    """Return each parameter's kinds of states, with shape and dtype, and its scalars; a collective call."""
-    return of_all_ranks(
-        {
-            name: ({k: (shards[0].shape, tensor_of(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
-            for name, shards in mine.items()
-        }
-    )
-
-
 def _names(state: TrainingState, number: int) -> list[str]:
     return [name for group in state.optimizer_groups()[number] for name in group["params"]]
 
@@ -195,10 +190,7 @@ class FlatOptimizerState(ShardedState):
         Raises:
             UsageError: The optimizers' groups do not hold the same parameters as those saved.
         """
-        check_same_groups(self.optimizer_groups(), saved)
-        for optimizer, groups in zip(self.optimizers, saved, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(hyper_parameters(values))
+        load_groups(self.optimizers, self.optimizer_groups(), saved)
 
 
 class WholeWeightsState(SwappableWeights):

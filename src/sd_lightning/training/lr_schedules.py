@@ -7,7 +7,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import UsageError, check_at_least
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
@@ -23,8 +23,7 @@ def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, fin
     Raises:
         UsageError: A number is out of range.
     """
-    if warmup_steps < 0:
-        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0, e.g. warmup_steps=0")
+    check_at_least("lr_scheduler", 0, warmup_steps=warmup_steps)
     if total_steps < 1:
         raise UsageError(
             f"lr_scheduler=cosine got total_steps={total_steps}; expected at least 1: set trainer.max_steps, or "

@@ -228,12 +228,8 @@ class ParquetImages(EncodedImages):
                 "both or none; write both"
             )
         self.max_image_pixels, self._allow_outside = max_image_pixels, allow_outside
-        self._image, self._caption, self._width, self._height = (
-            image_column,
-            caption_column,
-            width_column,
-            height_column,
-        )
+        self._image, self._caption = image_column, caption_column
+        self._width, self._height = width_column, height_column
         self._groups = RowGroups()
         self._paths = _find_files(Path(root))
         self._folder = str(root) if os.path.isdir(root) else os.path.dirname(root)

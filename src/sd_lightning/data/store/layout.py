@@ -71,7 +71,7 @@ class Recipe:
                 raise UsageError(f"precompute got {key}={getattr(self, key)}; expected one of {', '.join(DTYPES)}")
         if self.variants < 1:
             raise UsageError(f"precompute got variants={self.variants}; expected 1 or more encodings per image")
-        if self.variants > 1 and not self.is_random:
+        if self.variants > 1 and self.crop != "random" and not self.flip:
             raise UsageError(
                 f"precompute got variants={self.variants}, but every encoding of an image is the same with "
                 "data.center_crop=true data.random_flip=false; write variants=1, or data.center_crop=false"
@@ -81,11 +81,6 @@ class Recipe:
     def all_shapes(self) -> tuple[Shape, ...]:
         """The shapes of the images: the square alone without buckets."""
         return self.shapes or ((self.resolution, self.resolution),)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the encodings of an image differ."""
-        return self.crop == "random" or self.flip
 
     @property
     def fingerprint(self) -> str:

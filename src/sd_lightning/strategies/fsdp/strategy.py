@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from sd_lightning._errors import UsageError
+from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload, rounding
 from sd_lightning.state.host import step_on_host
 from sd_lightning.state.replicated import is_eight_bit
@@ -62,9 +62,8 @@ class FSDPConfig:
     forward_prefetch: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("forward_prefetch", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"FSDPStrategy got {name}={getattr(self, name)}; expected at least {least}")
+        check_at_least("FSDPStrategy", 1, replicas=self.replicas)
+        check_at_least("FSDPStrategy", 0, forward_prefetch=self.forward_prefetch)
 
     def dtype(self, name: Literal["param_dtype", "reduce_dtype"]) -> torch.dtype | None:
         """Return one of the two dtypes as torch's."""

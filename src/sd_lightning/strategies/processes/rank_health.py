@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from sd_lightning.state.host import this_machine
+
 Message = dict[str, Any]
+NOWHERE = secrets.token_hex(16)
+"""An ID that matches no other process."""
 
 
 @dataclass
@@ -267,13 +271,4 @@ def this_process() -> str:
 
 def identity() -> dict[str, Any]:
     """Return what other ranks know this process by."""
-    return {"process": this_process(), "place": this_machine(), "pid": os.getpid()}
-
-
-def this_machine() -> str:
-    """Return an ID of the scope of process IDs: this boot of the kernel, and the container."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return secrets.token_hex(16)  # not Linux: an ID that matches no other process
+    return {"process": this_process(), "place": this_machine(NOWHERE), "pid": os.getpid()}

@@ -32,15 +32,16 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from typing_extensions import override
 
+from sd_lightning.state.host import this_machine
 from sd_lightning.strategies.processes import rank_health
 from sd_lightning.strategies.processes.rank_health import (
+    NOWHERE,
     Cause,
     Failure,
     Link,
     Message,
     RankHealth,
     identity,
-    this_machine,
     this_process,
 )
 
@@ -424,7 +425,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
 def kill(places: list[tuple[str, int]]) -> None:
     """Kill those (machine, process ID) on this machine; they cannot end by themselves."""
     for machine, pid in places:
-        if machine == this_machine() and pid != os.getpid():
+        if machine == this_machine(NOWHERE) and pid != os.getpid():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from transformers import T5TokenizerFast
 
 import small_training as small
 from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule, UsageError
@@ -163,3 +164,14 @@ def test_a_clip_encoder_is_not_optional(whole: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps({**json.loads(index.read_text()), "text_encoder_2": [None, None]}))
     with pytest.raises(UsageError, match="the pipeline has no text_encoder_2; copy the whole pipeline"):
         LatentDiffusion.from_pretrained(tmp_path)
+
+
+def test_the_published_tokenizer_of_t5_keeps_its_class_and_the_pipelines_length(tmp_path: Path) -> None:
+    words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -3.0), ("▁handwritten", -3.0), ("▁three", -3.0)]
+    model = LatentDiffusion.build("tiny_sd3")
+    model.tokenizers["tokenizer_3"] = T5TokenizerFast(vocab=words, extra_ids=0, model_max_length=512)
+    model.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["tokenizer_3"] == ["transformers", "T5TokenizerFast"]
+    ids = LatentDiffusion.from_pretrained(tmp_path).tokenize(PROMPTS[:1])["text_encoder_3"]
+    assert ids.shape == (1, 256) and ids[0, :5].tolist() == [3, 4, 5, 1, 0]

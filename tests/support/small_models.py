@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.components import load_network
-from sd_lightning.models.families import FAMILIES, Architecture, Component, architecture, family_of
+from sd_lightning.models.families import FAMILIES, Architecture, Component, architecture
 from sd_lightning.models.loading import TINY_VAE
 
 _TINY = architecture("tiny")
@@ -84,12 +84,20 @@ RAGGED_LENGTH = 80
 def for_ragged_captions(name: str, seed: int) -> LatentDiffusion:
     """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96.
 
-    CLIP, which has no more positions, keeps its own length.
+    Encoders with lengths of their own, such as CLIP, fill captions up to these.
     """
-    tiny = architecture(name)
-    family = family_of(tiny.pipeline_class, who=name)
-    lengths = {key: RAGGED_LENGTH if key in family.frozen else tiny.length_of(key) for key in family.text_encoders}
-    return LatentDiffusion.build(replace(tiny, max_length=lengths), seed=seed)
+    known = architecture(name)
+    length = RAGGED_LENGTH if isinstance(known.max_length, int) else known.max_length
+    return LatentDiffusion.build(replace(known, max_length=length), seed=seed)
+>>=======
+    """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96.
+
+    Encoders with lengths of their own, such as CLIP, fill captions up to these.
+    """
+    known = architecture(name)
+    length = RAGGED_LENGTH if isinstance(known.max_length, int) else known.max_length
+    return LatentDiffusion.build(replace(known, max_length=length), seed=seed)
+>>>>>>> wt-X
 
 
 def few_blocks(seed: int) -> LatentDiffusion:

@@ -296,7 +296,7 @@ PUBLISHED = {
 }
 
 
-AWAITED = frozenset(("flux1_dev", "krea2"))
+AWAITED = frozenset(("flux1_dev",))
 """Models of these figures that are not here yet: take a name out when its architecture is there."""
 
 

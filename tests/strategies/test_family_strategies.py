@@ -1,4 +1,4 @@
-"""Flux.2-klein, Z-Image and Qwen-Image train alike under every strategy, on two gloo processes.
+"""Flux.2-klein, Z-Image, Qwen-Image and Krea 2 train alike under every strategy, on two gloo processes.
 
 Captions of a batch, and so those of its ranks, have several lengths: Z-Image makes sequences of other lengths of them.
 """
@@ -18,7 +18,7 @@ from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_qwen_image")
+FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_krea2")
 CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
 RELAYS = (
     ("fsdp", "zero3", "gemini", "zero2_offload", "ddp"),
@@ -39,7 +39,7 @@ VARIED = (
     ("tiny_z_image", "gemini_offload", "two_passes"),
 )
 SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "zero2"), ("tiny_z_image", "zero3"), ("tiny_z_image", "fsdp")]
-RELAYED = [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_qwen_image", 0)]
+RELAYED = [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_qwen_image", 0), ("tiny_krea2", 1)]
 BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 

@@ -155,7 +155,7 @@ def _checked(request: GenerationRequest, folder: Path) -> SamplingOptions:
         UsageError: The pipeline cannot draw with them.
     """
     index = read_json(folder / "model_index.json")
-    family = family_of(str(index.get("_class_name")), who=str(folder))
+    family = family_of(str(index.get("_class_name")), who=str(folder)).of_options(index)
     options = request.resolve(family, index, negative_prompt=request.negative_prompt)
     schedule = folder / "scheduler" / "scheduler_config.json"
     if schedule.is_file():

@@ -6,6 +6,7 @@ published Raw checkpoint.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from sd_lightning.models.families.transformer import (
     to_tokens,
 )
 
-SELECT_LAYERS = [*range(2, 36, 3)]
+SELECT_LAYERS = tuple(range(2, 36, 3))
 """The text encoder's hidden states that are the denoiser's input, where ``model_index.json`` names none."""
 _LAYERS = {
     **{f"attn.to_{part}": f"attn.w{part}" for part in "qkv"},
@@ -89,11 +90,19 @@ class Krea2(QwenFamily):
     }
     pipeline_options = {"is_distilled": False, "text_encoder_select_layers": SELECT_LAYERS}
     stored_options = pipeline_options
+    select_layers = SELECT_LAYERS
     width_key = "num_attention_heads"
     lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
     num_inference_steps = 28
     guidance_scale = 4.5
     no_guidance = 0.0  # cond + s * (cond - uncond)
+
+    def of_options(self, options: Mapping[str, Any]) -> Krea2:
+        made = copy.copy(self)
+        made.select_layers = tuple(options.get("text_encoder_select_layers") or SELECT_LAYERS)
+        if options.get("is_distilled"):
+            made.num_inference_steps, made.guidance_scale = 8, self.no_guidance
+        return made
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         if not options.get("is_distilled"):
@@ -126,7 +135,7 @@ class Krea2(QwenFamily):
             )
             .hidden_states
         )
-        stacked = torch.stack([states[number][:, PREFIX_TOKENS:] for number in SELECT_LAYERS], dim=2)
+        stacked = torch.stack([states[number][:, PREFIX_TOKENS:] for number in self.select_layers], dim=2)
         return {"encoder_hidden_states": stacked, "encoder_attention_mask": mask.to(stacked.dtype)}
 
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Flux.2-klein, Z-Image, Qwen-Image, Krea 2: what is silent when it is wrong, compared with diffusers' own pipelines."""
+"""Flux.2-klein, Z-Image, Qwen-Image, Krea 2: what is silent when it is wrong, compared with diffusers' pipelines."""
 
 import json
 from pathlib import Path

@@ -165,7 +165,7 @@ class Krea2(QwenFamily):
         "tiny_krea2": Architecture(
             pipeline_class,
             networks={
-                "transformer": transformer(4, 16, 32, 2, in_channels=16, num_layers=3),
+                "transformer": transformer(4, 16, 32, 2, in_channels=16, num_layers=3, num_layerwise_text_blocks=1),
                 "vae": tiny_film_vae(),
                 "text_encoder": qwen3_vl(
                     tiny_qwen3(36), (2, 1, 1), num_heads=2, patch_size=2, num_position_embeddings=4, **tiny_vision

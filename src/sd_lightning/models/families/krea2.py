@@ -40,28 +40,11 @@ _LAYERS = {
 _OURS = ("img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "text_fusion.projector")
 _OURS += ("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear")
 _THEIRS = ("first", "tmlp.0", "tmlp.2", "tproj.1", "txtfusion.projector", "txtmlp.1", "txtmlp.3", "last.linear")
-_TEXT_BLOCKS = ("layerwise_blocks", "refiner_blocks")
-_NAMES = block_names("transformer_blocks", "blocks", _LAYERS) | dict(zip(_OURS, _THEIRS, strict=True))
-_NAMES |= {
-    k: v for each in _TEXT_BLOCKS for k, v in block_names(f"text_fusion.{each}", f"txtfusion.{each}", _LAYERS).items()
-}
+_BLOCKS = {"transformer_blocks": "blocks"}
+_BLOCKS |= {f"text_fusion.{each}": f"txtfusion.{each}" for each in ("layerwise_blocks", "refiner_blocks")}
+_NAMES = dict(zip(_OURS, _THEIRS, strict=True))
+_NAMES |= {k: v for ours, theirs in _BLOCKS.items() for k, v in block_names(ours, theirs, _LAYERS).items()}
 """Of Krea's reference, which musubi-tuner and ComfyUI have."""
-
-
-def transformer(heads: int, head_dim: int, text_width: int, text_heads: int, **config: Any) -> Component:
-    """Return a denoiser in the proportions of the published one."""
-    own = {
-        "attention_head_dim": head_dim,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4,
-        "intermediate_size": 8 * heads * head_dim // 3,
-        "text_hidden_dim": text_width,
-        "text_num_attention_heads": text_heads,
-        "text_num_key_value_heads": text_heads,
-        "text_intermediate_size": 27 * text_width // 10,
-        "axes_dims_rope": [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8],
-    }
-    return Component("diffusers", "Krea2Transformer2DModel", own | config)
 
 
 def qwen3_vl(text: Component, sections: Sequence[int], **vision: Any) -> Component:
@@ -96,6 +79,7 @@ class Krea2(QwenFamily):
     num_inference_steps = 28
     guidance_scale = 4.5
     no_guidance = 0.0  # cond + s * (cond - uncond)
+    base_checkpoint = "the Raw checkpoint, krea/Krea-2-Raw"
 
     def of_options(self, options: Mapping[str, Any]) -> Krea2:
         made = copy.copy(self)
@@ -103,14 +87,6 @@ class Krea2(QwenFamily):
         if options.get("is_distilled"):
             made.num_inference_steps, made.guidance_scale = 8, self.no_guidance
         return made
-
-    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        if not options.get("is_distilled"):
-            return None
-        return (
-            "is_distilled is true: it draws in few steps without guidance, which training would undo; train the Raw "
-            "checkpoint, krea/Krea-2-Raw"
-        )
 
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Return token ids (B, 34 + L) and a mask (B, L): a caption that is too long loses its end, not the suffix."""
@@ -123,18 +99,16 @@ class Krea2(QwenFamily):
     def embed(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return hidden states (B, L, layers, D), and a mask (B, L), 0 where padded."""
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
-        states = (
-            text_encoders["text_encoder"]
-            .get_decoder()(
-                ids,
-                # transformers would look at the values of a mask, and of positions on one axis
-                attention_mask=None if mask.is_meta else F.pad(mask, (PREFIX_TOKENS, 0), value=1),
-                position_ids=torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape),
-                output_hidden_states=True,
-                use_cache=False,
-            )
-            .hidden_states
-        )
+        # transformers would look at the values of a mask, and of positions on one axis
+        attended = None if mask.is_meta else F.pad(mask, (PREFIX_TOKENS, 0), value=1)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+        options = {
+            "attention_mask": attended,
+            "position_ids": positions,
+            "output_hidden_states": True,
+            "use_cache": False,
+        }
+        states = text_encoders["text_encoder"].get_decoder()(ids, **options).hidden_states
         stacked = torch.stack([states[number][:, PREFIX_TOKENS:] for number in self.select_layers], dim=2)
         return {"encoder_hidden_states": stacked, "encoder_attention_mask": mask.to(stacked.dtype)}
 
@@ -158,14 +132,17 @@ class Krea2(QwenFamily):
         )[0]
         return to_latents(packed, height, width, size)
 
-    scheduler = flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400)
     vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
     tiny_vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "deepstack_visual_indexes": []}
+    tiny_sizes = {"in_channels": 16, "num_layers": 3, "attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]}
+    tiny_sizes |= {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 170}
+    tiny_sizes |= {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "num_layerwise_text_blocks": 1}
+    tiny_sizes |= {"text_hidden_dim": 32, "text_intermediate_size": 86}
     architectures = {
         "tiny_krea2": Architecture(
             pipeline_class,
             networks={
-                "transformer": transformer(4, 16, 32, 2, in_channels=16, num_layers=3, num_layerwise_text_blocks=1),
+                "transformer": Component("diffusers", "Krea2Transformer2DModel", tiny_sizes),
                 "vae": tiny_film_vae(),
                 "text_encoder": qwen3_vl(
                     tiny_qwen3(36), (2, 1, 1), num_heads=2, patch_size=2, num_position_embeddings=4, **tiny_vision
@@ -180,11 +157,11 @@ class Krea2(QwenFamily):
         "krea2": Architecture(
             pipeline_class,
             networks={
-                "transformer": transformer(48, 128, 2560, 20),
+                "transformer": Component("diffusers", "Krea2Transformer2DModel", {"num_attention_heads": 48}),
                 "vae": film_vae(),
                 "text_encoder": qwen3_vl(qwen3_4b(), (24, 20, 20), num_heads=16, **vision),
             },
-            scheduler=scheduler,
+            scheduler=flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400),
             max_length=512 + PREFIX_TOKENS,
         ),
     }

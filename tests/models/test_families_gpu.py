@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.encoder import LatentEncoder
@@ -31,9 +31,7 @@ def test_a_gpu_computes_what_the_cpu_computes(architecture: str, gpu_accelerator
         timesteps = torch.tensor([10.0, 900.0], device=device)
         with torch.no_grad(), products_of(torch.float32):
             made = model.family.denoise(denoiser, latents, timesteps, conditioning)
-            decodable = model.latent_space.decodable(latents.float())
-            takes_films = any(isinstance(module, nn.Conv3d) for module in model.vae.modules())
-            images = model.vae.decode(decodable.unsqueeze(2) if takes_films else decodable).sample
+            images = model.family.decode(model.vae, model.latent_space.decodable(latents.float()))
         return made.float().cpu(), ready["latents"].cpu(), images.cpu()
 
     expected = predicted("cpu", torch.float32)

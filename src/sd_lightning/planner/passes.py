@@ -124,7 +124,7 @@ def drawing_peak(
     encoded = model.latent_space.decodable(inputs["latents"][:count])
 
     def decode() -> None:
-        vae.decode(encoded.to(vae_dtype))  # type: ignore[operator]
+        family.decode(vae, encoded.to(vae_dtype))
 
     with torch.no_grad(), family.decoding_in_tiles(vae, run.vae_tiling):
         return max(record(compute).peak() for compute in (denoise, decode))
@@ -231,7 +231,7 @@ def inference_bytes(
         family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
 
     def decode() -> None:
-        vae.decode(decoded)  # type: ignore[operator]
+        family.decode(vae, decoded)
 
     with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
         conditioning = model.condition(twins, batch)

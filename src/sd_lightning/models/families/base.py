@@ -289,6 +289,11 @@ class Family(ABC):
         moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
         return moments
 
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        """Return the images (B, 3, H, W) of the VAE's own latents, from :meth:`LatentSpace.decodable`."""
+        images: Tensor = vae.decode(latents).sample
+        return images
+
     def image_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
         return height * width

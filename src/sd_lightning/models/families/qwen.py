@@ -99,6 +99,9 @@ class QwenFamily(ChatFamily):
         moments: Tensor = vae.encode(pixel_values.unsqueeze(2)).latent_dist.parameters
         return moments.squeeze(2)
 
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        return super().decode(vae, latents.unsqueeze(2)).squeeze(2)
+
     @contextmanager
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
         before, vae.use_tiling = vae.use_tiling, vae.use_tiling or tiling  # its own tiles are of 256 pixels

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu]
 CAPTIONS = ["a three", "a very long caption of one handwritten seven, tilted to the left"]
 
 
-@pytest.mark.parametrize("architecture", ["tiny_klein", "tiny_z_image", "tiny_qwen_image"])
+@pytest.mark.parametrize("architecture", ["tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_krea2"])
 def test_a_gpu_computes_what_the_cpu_computes(architecture: str, gpu_accelerator: str) -> None:
     def predicted(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         model = LatentDiffusion.build(architecture)

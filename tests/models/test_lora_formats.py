@@ -12,6 +12,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -27,6 +29,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families import Component
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
+from sd_lightning.models.families.krea2 import Krea2
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
 from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
@@ -85,6 +88,18 @@ def qwen_image() -> nn.Module:
     )  # fmt: skip
 
 
+def krea2() -> nn.Module:
+    return Krea2Transformer2DModel(
+        in_channels=16, num_layers=2, attention_head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=3, text_num_attention_heads=2,
+        text_num_key_value_heads=1, text_intermediate_size=16, axes_dims_rope=(4, 2, 2),
+    )  # fmt: skip
+
+
+KREA2_TARGETS = ["img_in", "final_layer.linear", "to_q", "to_k", "to_v", "to_out.0", "to_gate", "ff.up", "ff.down"]
+KREA2_TARGETS += ["ff.gate", "text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2"]
+KREA2_TARGETS += ["time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"]
+"""Of diffusers' `train_dreambooth_lora_krea2.py`, and `ff.gate`: all linear layers."""
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     "flux1": (flux1, Flux1.lora_names, FLUX1_TARGETS, FluxPipeline),
     "flux1 more": (flux1, Flux1.lora_names, MORE_FLUX1_TARGETS, FluxPipeline),
@@ -106,7 +121,16 @@ TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     ),
     "qwen_image": (qwen_image, QwenImage.lora_names, list(QwenImage.lora_targets), QwenImagePipeline),
     "qwen_image more": (qwen_image, QwenImage.lora_names, ["add_k_proj", "net.0.proj", "net.2"], QwenImagePipeline),
+    "krea2": (krea2, Krea2.lora_names, ["to_k", "to_q", "to_v", "to_out.0"], Krea2Pipeline),
+    "krea2 all": (krea2, Krea2.lora_names, KREA2_TARGETS, Krea2Pipeline),
 }
+READ_BY_DIFFUSERS = [
+    (name, format)
+    for name in TRANSFORMERS
+    for format in ("diffusers", *FRONT_ENDS)
+    if format == "diffusers" or not name.startswith(("sd3", "flux1", "krea2"))
+]
+"""diffusers reads no names of layers of Stable Diffusion 3.5 and Krea 2 but its own; for Flux.1, see below."""
 
 
 def randomize(networks: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
@@ -174,16 +198,7 @@ def test_front_ends_read_all_of_a_transformers_adapters(name: str, front_end: Fr
     assert_same(found, expected_changes(adapted.network))
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    # diffusers reads no other names of Stable Diffusion 3.5's layers than its own; for Flux.1, see below.
-    [
-        (name, format)
-        for name in TRANSFORMERS
-        for format in ("diffusers", *FRONT_ENDS)
-        if format == "diffusers" or not name.startswith(("sd3", "flux1"))
-    ],
-)
+@pytest.mark.parametrize(("name", "format"), READ_BY_DIFFUSERS)
 def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any, tmp_path: Path) -> None:
     adapted = Adapted(name, tmp_path)
     file = tmp_path / WEIGHTS_NAME

@@ -54,6 +54,7 @@ def test_the_cheapest_way_is_recommended(changes: dict[str, Any], choice: str) -
         ("z_image", 512 * 2561, 512),
         ("flux1_dev", 512 * 4096 + 768, 512),
         ("qwen_image", 512 * 3585, 512),
+        ("krea2", 512 * (12 * 2560 + 1), 512),
         ("tiny", 8 * 64, 32),
     ],
 )

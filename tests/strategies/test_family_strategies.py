@@ -40,7 +40,14 @@ VARIED = (
     ("tiny_z_image", "gemini_offload", "two_passes"),
 )
 SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "zero2"), ("tiny_z_image", "zero3"), ("tiny_z_image", "fsdp")]
-RELAYED = [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_qwen_image", 0), ("tiny_sd3", 0), ("tiny_flux", 1)]
+RELAYED = [
+    ("tiny_klein", 0),
+    ("tiny_z_image", 1),
+    ("tiny_qwen_image", 0),
+    ("tiny_krea2", 1),
+    ("tiny_sd3", 0),
+    ("tiny_flux", 1),
+]
 BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 

@@ -72,6 +72,14 @@ WIDE: dict[str, dict[str, Any]] = {
         "axes_dims_rope": [16, 24, 24],
         "num_layers": 12,
     },
+    "tiny_krea2": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "attention_head_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+        "intermediate_size": 1365,
+        "num_layers": 12,
+    },
 }
 """Transformers wide enough for their memory to be seen among all else that a process has."""
 

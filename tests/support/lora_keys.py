@@ -4,7 +4,8 @@ ComfyUI 17358c8 (`comfy/lora.py`, `comfy/utils.py`, `comfy/weight_adapter/lora.p
 `lora_unet_` with the names of its own networks, and for UNets with diffusers'; `model_lora_keys_clip` CLIP's layers.
 sd-scripts 48d368f (`networks/lora.py`, `lora_sd3.py`, `lora_flux.py`) and musubi-tuner 30c658c
 (`networks/lora_flux_2.py`, `lora_zimage.py`, `lora_qwen_image.py`): layers of some blocks of the network that they
-train. A layer's scale is `alpha / rank`, or 1 if the file has no `alpha`.
+train; `lora_krea2.py` all linear layers of `krea2/krea2_mmdit.py`, with the names of Krea's reference, as ComfyUI's
+network has (its pull request 14589). A layer's scale is `alpha / rank`, or 1 if the file has no `alpha`.
 """
 
 import re
@@ -100,6 +101,36 @@ _SD3 = {
         "ff_context.net.2": ("joint_blocks.{}.context_block.mlp.fc2", 0),
     }
 }
+_KREA2_BLOCK = {
+    "attn.to_q": ("{}.attn.wq", 0),
+    "attn.to_k": ("{}.attn.wk", 0),
+    "attn.to_v": ("{}.attn.wv", 0),
+    "attn.to_gate": ("{}.attn.gate", 0),
+    "attn.to_out.0": ("{}.attn.wo", 0),
+    "ff.gate": ("{}.mlp.gate", 0),
+    "ff.up": ("{}.mlp.up", 0),
+    "ff.down": ("{}.mlp.down", 0),
+}
+_KREA2 = {
+    **{
+        rf"{ours}\.(\d+)\.": {name: (f"{theirs}.{end}", 0) for name, (end, _) in _KREA2_BLOCK.items()}
+        for ours, theirs in {
+            "transformer_blocks": "blocks",
+            r"text_fusion\.layerwise_blocks": "txtfusion.layerwise_blocks",
+            r"text_fusion\.refiner_blocks": "txtfusion.refiner_blocks",
+        }.items()
+    },
+    "()": {
+        "img_in": ("first", 0),
+        "time_embed.linear_1": ("tmlp.0", 0),
+        "time_embed.linear_2": ("tmlp.2", 0),
+        "time_mod_proj": ("tproj.1", 0),
+        "text_fusion.projector": ("txtfusion.projector", 0),
+        "txt_in.linear_1": ("txtmlp.1", 0),
+        "txt_in.linear_2": ("txtmlp.3", 0),
+        "final_layer.linear": ("last.linear", 0),
+    },
+}
 
 
 def _linear(network: nn.Module) -> dict[str, nn.Module]:
@@ -128,6 +159,8 @@ def denoiser_layers(network: nn.Module, front_end: str) -> dict[str, Rows]:
         return dict(_by_table(network, _FLUX1))
     if kind == "SD3Transformer2DModel":
         return dict(_by_table(network, _SD3))
+    if kind == "Krea2Transformer2DModel":
+        return dict(_by_table(network, _KREA2))
     if kind == "ZImageTransformer2DModel" and front_end == "comfyui":
         return dict(_by_table(network, _Z_IMAGE))
     if kind == "QwenImageTransformer2DModel" and front_end == "comfyui":

@@ -89,15 +89,6 @@ def for_ragged_captions(name: str, seed: int) -> LatentDiffusion:
     known = architecture(name)
     length = RAGGED_LENGTH if isinstance(known.max_length, int) else known.max_length
     return LatentDiffusion.build(replace(known, max_length=length), seed=seed)
->>=======
-    """Return the architecture of that name for captions of up to 80 tokens: Z-Image fills them up to 32, 64 or 96.
-
-    Encoders with lengths of their own, such as CLIP, fill captions up to these.
-    """
-    known = architecture(name)
-    length = RAGGED_LENGTH if isinstance(known.max_length, int) else known.max_length
-    return LatentDiffusion.build(replace(known, max_length=length), seed=seed)
->>>>>>> wt-X
 
 
 def few_blocks(seed: int) -> LatentDiffusion:

@@ -158,7 +158,7 @@ def _checked(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions,
         UsageError: The pipeline cannot draw with them.
     """
     index = read_json(folder / "model_index.json")
-    family = family_of(str(index.get("_class_name")), who=str(folder))
+    family = family_of(str(index.get("_class_name")), who=str(folder)).of_options(index)
     denoiser = folder / family.denoiser / "config.json"
     config = read_json(denoiser) if denoiser.is_file() else {}
     options = request.resolve(family, index, config, negative_prompt=request.negative_prompt)

@@ -76,7 +76,7 @@ class PipelineParts:
         Raises:
             UsageError: No family has that pipeline.
         """
-        return family_of(self.pipeline_class, who="LatentDiffusion")
+        return family_of(self.pipeline_class, who="LatentDiffusion").of_options(self.pipeline_options)
 
     def pipeline(self, *, scheduler: str | None = None) -> Any:
         """Return a diffusers pipeline that uses these networks (no copies).

@@ -91,7 +91,8 @@ def text_kind(model: LatentDiffusion) -> str:
         model: Its text encoders have their weights as they were read.
     """
     family, tokens = model.family, Tokenizing.of(model).fingerprint
-    digest = blake2b(f"{CODE_VERSION} {tokens} {family.pipeline_class} {family.masks_padding}".encode(), digest_size=8)
+    rules = f"{family.pipeline_class} {family.masks_padding}{family.select_layers or ''}"
+    digest = blake2b(f"{CODE_VERSION} {tokens} {rules}".encode(), digest_size=8)
     for name, network in sorted(model.text_encoders.items()):
         digest.update(f"{name} {network_hash(network.state_dict(), model.components[name].config)}".encode())
     return f"{TEXTS}/t{digest.hexdigest()}"

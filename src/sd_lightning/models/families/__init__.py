@@ -15,6 +15,7 @@ from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.flux1 import Flux1
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.inpainting_and_depth import DepthToImage, Inpainting
+from sd_lightning.models.families.krea2 import Krea2
 from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.sdxl import SDXL
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         Flux2Klein(),
         ZImage(),
         QwenImage(),
+        Krea2(),
     )
 }
 """By pipeline class."""

@@ -82,6 +82,8 @@ class Family(ABC):
     diffusers' DreamBooth script for the family."""
     lora_names: LoraNames = LoraNames()
     """Names of these layers in other front ends; the default is that of UNets, for which all accept diffusers'."""
+    select_layers: tuple[int, ...] = ()
+    """Hidden states of the text encoder that are encoded captions, where ``model_index.json`` names them."""
     masks_padding: bool = False
     """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False
@@ -131,6 +133,10 @@ class Family(ABC):
     def processors(self, components: Mapping[str, Component]) -> dict[str, Any]:
         """Return the image processors, by name, of a model built without files."""
         return {}
+
+    def of_options(self, options: Mapping[str, Any]) -> Family:
+        """Return the family of models with these options of ``model_index.json``, of which some change how it works."""
+        return self
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""

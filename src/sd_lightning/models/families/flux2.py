@@ -77,14 +77,7 @@ class Flux2Klein(ChatFamily):
         *("to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"),
     )
     lora_names = _LORA_NAMES
-
-    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        if not options.get("is_distilled"):
-            return None
-        return (
-            "is_distilled is true: it draws in few steps without guidance, which training would undo; train the base "
-            "checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
-        )
+    base_checkpoint = "the base checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
 
     def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
         return bool(options.get("is_distilled"))

@@ -32,7 +32,7 @@ class LoraNames:
             return layer, [layer]
         number = re.search(r"\d+", layer)
         block = "" if number is None else number[0]
-        theirs = table.get(layer if number is None else layer.replace(block, "*", 1))
+        theirs = table.get(layer) or table.get(layer.replace(block, "*", 1))
         if theirs is None:
             return None
         return theirs.replace("*", block), [ours.replace("*", block) for ours, name in table.items() if name == theirs]

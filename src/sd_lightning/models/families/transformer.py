@@ -86,9 +86,19 @@ class TransformerFamily(Family):
     """The pipeline's argument for the scale of classifier-free guidance."""
     patch_size = 2
     """Pixels of the VAE's latents along one side that are one token."""
+    base_checkpoint: str = ""
+    """What to train instead of a distilled checkpoint."""
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return int(components["vae"].config["sample_size"])
+
+    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
+        if not options.get("is_distilled"):
+            return None
+        return (
+            "is_distilled is true: it draws in few steps without guidance, which training would undo; train "
+            f"{self.base_checkpoint}"
+        )
 
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         return vae_factor(vae_config) * self.patch_size

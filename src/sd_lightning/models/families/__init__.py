@@ -14,12 +14,14 @@ from sd_lightning.models.families.base import Family
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.qwen_image import QwenImage
+from sd_lightning.models.families.qwen_image21 import QwenImage21
 from sd_lightning.models.families.sdxl import SDXL
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
 from sd_lightning.models.families.z_image import ZImage
 
 FAMILIES: dict[str, Family] = {
-    family.pipeline_class: family for family in (StableDiffusion(), SDXL(), Flux2Klein(), ZImage(), QwenImage())
+    family.pipeline_class: family
+    for family in (StableDiffusion(), SDXL(), Flux2Klein(), ZImage(), QwenImage(), QwenImage21())
 }
 """By pipeline class."""
 

@@ -95,7 +95,7 @@ class Family(ABC):
     @cached_property
     def networks(self) -> tuple[str, ...]:
         """Names of all networks."""
-        return tuple(name for name in self.parts if not name.startswith("tokenizer"))
+        return tuple(name for name in self.parts if name not in map(self.tokenizer_of, self.text_encoders))
 
     def named(self, names: Iterable[str]) -> set[str]:
         """Return the networks that names and the roles "denoiser", "text_encoders" and "all" stand for."""
@@ -175,6 +175,10 @@ class Family(ABC):
             if self.has_attention_masks:
                 found[f"{name}{MASK}"] = made.attention_mask
         return found
+
+    def for_pipeline(self, tokenizers: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the pipeline takes for the tokenizers."""
+        return tokenizers
 
     @abstractmethod
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:

@@ -105,7 +105,8 @@ class TransformerFamily(Family):
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""
         encoders = {name: each for name in self.text_encoders if (each := getattr(pipeline, name)) is not None}
-        tokenizers = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
+        parts = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
+        tokenizers = {name: getattr(part, "tokenizer", part) for name, part in parts.items()}
         device = next(iter(encoders.values())).device
         ids = map_conditioning(self.tokenize(tokenizers, captions), lambda t: t.to(device))
         embeddings = self.embed(encoders, ids)

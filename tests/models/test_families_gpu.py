@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.models.encoder import LatentEncoder
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu]
 CAPTIONS = ["a three", "a very long caption of one handwritten seven, tilted to the left"]
 
 
-@pytest.mark.parametrize("architecture", ["tiny_klein", "tiny_z_image"])
+@pytest.mark.parametrize("architecture", ["tiny_klein", "tiny_z_image", "tiny_qwen_image"])
 def test_a_gpu_computes_what_the_cpu_computes(architecture: str, gpu_accelerator: str) -> None:
     def predicted(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         model = LatentDiffusion.build(architecture)
@@ -31,7 +31,9 @@ def test_a_gpu_computes_what_the_cpu_computes(architecture: str, gpu_accelerator
         timesteps = torch.tensor([10.0, 900.0], device=device)
         with torch.no_grad(), products_of(torch.float32):
             made = model.family.denoise(denoiser, latents, timesteps, conditioning)
-            images = model.vae.decode(model.latent_space.decodable(latents.float())).sample
+            decodable = model.latent_space.decodable(latents.float())
+            takes_films = any(isinstance(module, nn.Conv3d) for module in model.vae.modules())
+            images = model.vae.decode(decodable.unsqueeze(2) if takes_films else decodable).sample
         return made.float().cpu(), ready["latents"].cpu(), images.cpu()
 
     expected = predicted("cpu", torch.float32)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel, ZImagePipeline, ZImageTransformer2DModel
+from diffusers import (
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -15,6 +22,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families import Component
 from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
+from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.z_image import ZImage
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
 from sd_lightning.models.lora_formats import front_end_tensors
@@ -42,6 +50,13 @@ def z_image() -> nn.Module:
     )  # fmt: skip
 
 
+def qwen_image() -> nn.Module:
+    return QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=24, axes_dims_rope=(4, 2, 2),
+    )  # fmt: skip
+
+
 TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     "flux2": (flux2, Flux2Klein.lora_names, FLUX2_TARGETS, Flux2KleinPipeline),
     "flux2 more": (
@@ -52,6 +67,8 @@ TRANSFORMERS: dict[str, tuple[Any, LoraNames, list[str], Any]] = {
     ),
     "z_image": (z_image, ZImage.lora_names, ["to_k", "to_q", "to_v", "to_out.0"], ZImagePipeline),
     "z_image more": (z_image, ZImage.lora_names, ["to_v", "w1", "w2", "w3"], ZImagePipeline),
+    "qwen_image": (qwen_image, QwenImage.lora_names, list(QwenImage.lora_targets), QwenImagePipeline),
+    "qwen_image more": (qwen_image, QwenImage.lora_names, ["add_k_proj", "net.0.proj", "net.2"], QwenImagePipeline),
 }
 
 
@@ -133,7 +150,7 @@ def test_diffusers_fuses_what_we_merge_into_transformers(name: str, format: Any,
         assert torch.allclose(value, theirs[key], atol=1e-6, rtol=0), key
 
 
-@pytest.mark.parametrize("name", ["flux2", "flux2 more", "z_image", "z_image more"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_comfyui_draws_diffusers_files_of_transformers_at_their_strength(name: str, tmp_path: Path) -> None:
     """ComfyUI knows `transformer.<layer of diffusers>`, but not the metadata that hold diffusers' alpha."""
     adapted = Adapted(name, tmp_path)

@@ -1,4 +1,4 @@
-"""The programs with Flux.2-klein and Z-Image, tiny: every capability once, and what a chat model refuses."""
+"""The programs with the tiny transformers: every capability once, and what a chat model refuses."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DREAMBOOTH = (
 )
 
 
-@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image"])
+@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image", "tiny_qwen_image"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The family that is trained, in a folder with ``run``: four steps of it, validated, and pictures read."""
     folder = tmp_path_factory.mktemp(request.param)

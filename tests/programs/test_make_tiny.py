@@ -1,7 +1,7 @@
-"""The script that made the shipped files of the `tiny` model still makes them.
+"""The script that made the shipped files of the `tiny` models still makes them.
 
-The whole training of the VAE would give the shipped weights, up to the order of sums; here it is cut short, as it takes
-longer than a test should.
+The whole training of the VAEs would give the shipped weights, up to the order of sums; here it is cut short, as it
+takes longer than a test should.
 """
 
 import json
@@ -15,6 +15,7 @@ import make_tiny
 from places import PACKAGE
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.models.families.qwen import TINY_STATISTICS
 
 SHIPPED = PACKAGE / "models" / "assets" / "tiny"
 
@@ -23,7 +24,7 @@ SHIPPED = PACKAGE / "models" / "assets" / "tiny"
 def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diffusers import AutoencoderKL
+    from diffusers import AutoencoderKL, AutoencoderKLQwenImage
 
     monkeypatch.setattr(make_tiny, "_STEPS", 50)
     make_tiny.main(tmp_path)
@@ -47,6 +48,15 @@ def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
             error = (vae.decode(posterior.mean).sample - images).square().mean()
         assert error < share * images.var()
         assert latents.square().mean().sqrt() == pytest.approx(1.0, abs=0.03)  # what scaling_factor is for
+
+    config = _json(SHIPPED / "film_vae/config.json")
+    own = {key: config[key] for key in TINY_STATISTICS}
+    assert own == TINY_STATISTICS and _json(tmp_path / "film_vae/config.json") | own == config
+    for folder, share in ((tmp_path, 0.4), (SHIPPED, 0.02)):
+        vae: Any = AutoencoderKLQwenImage.from_pretrained(folder / "film_vae")
+        with torch.no_grad():
+            error = (vae.decode(vae.encode(images.unsqueeze(2)).latent_dist.mode()).sample.squeeze(2) - images).square()
+        assert error.mean() < share * images.var()
 
 
 def _json(path: Path) -> dict[str, Any]:

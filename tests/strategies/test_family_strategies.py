@@ -1,4 +1,4 @@
-"""Flux.2-klein and Z-Image train alike under every strategy, on two gloo processes.
+"""Flux.2-klein, Z-Image and Qwen-Image train alike under every strategy, on two gloo processes.
 
 Captions of a batch, and so those of its ranks, have several lengths: Z-Image makes sequences of other lengths of them.
 """
@@ -18,7 +18,7 @@ from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-FAMILIES = ("tiny_klein", "tiny_z_image")
+FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_qwen_image")
 CASES = [(family, name) for family in FAMILIES for name in STRATEGIES]
 RELAYS = (
     ("fsdp", "zero3", "gemini", "zero2_offload", "ddp"),
@@ -39,6 +39,7 @@ VARIED = (
     ("tiny_z_image", "gemini_offload", "two_passes"),
 )
 SWAPPED = [("tiny_klein", "gemini"), ("tiny_klein", "zero2"), ("tiny_z_image", "zero3"), ("tiny_z_image", "fsdp")]
+RELAYED = [("tiny_klein", 0), ("tiny_z_image", 1), ("tiny_qwen_image", 0)]
 BF16 = [("tiny_klein", "zero3"), ("tiny_z_image", "gemini")]
 
 
@@ -82,9 +83,7 @@ _LEGS = [f"{{family}}:relay {{relay}}:{number}" for number in range(len(RELAYS[0
 
 
 @pytest.mark.needs("{family}:whole", *_LEGS)
-@pytest.mark.parametrize(
-    ("family", "relay"), keep([("tiny_klein", 0), ("tiny_z_image", 1)], itertools.product(FAMILIES, range(len(RELAYS))))
-)
+@pytest.mark.parametrize(("family", "relay"), keep(RELAYED, itertools.product(FAMILIES, range(len(RELAYS)))))
 def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
     results: dict[str, dict[str, Any]], family: str, relay: int
 ) -> None:

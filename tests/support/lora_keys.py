@@ -2,8 +2,9 @@
 
 ComfyUI 17358c8 (`comfy/lora.py`, `comfy/utils.py`, `comfy/weight_adapter/lora.py`): `model_lora_keys_unet` accepts
 `lora_unet_` with the names of its own networks, and for UNets with diffusers'; `model_lora_keys_clip` CLIP's layers.
-sd-scripts 48d368f (`networks/lora.py`) and musubi-tuner 30c658c (`networks/lora_flux_2.py`, `lora_zimage.py`): layers
-of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if the file has no `alpha`.
+sd-scripts 48d368f (`networks/lora.py`) and musubi-tuner 30c658c (`networks/lora_flux_2.py`, `lora_zimage.py`,
+`lora_qwen_image.py`): layers of some blocks of the network that they train. A layer's scale is `alpha / rank`, or 1 if
+the file has no `alpha`.
 """
 
 import re
@@ -22,6 +23,10 @@ _UNET_IN_COMFYUI = re.compile(
     r"|conv_in|conv_out|(time|add)_embedding\.linear_[12]"
 )
 _UNET_IN_KOHYA = ("Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D")
+_BLOCKS_IN_KOHYA = {
+    "ZImageTransformer2DModel": ("ZImageTransformerBlock",),
+    "QwenImageTransformer2DModel": ("QwenImageTransformerBlock",),
+}
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.(mlp\.fc[12]|self_attn\.(k|q|v|out)_proj)")
 _FLUX2 = {
     r"transformer_blocks\.(\d+)\.": {
@@ -82,9 +87,11 @@ def denoiser_layers(network: nn.Module, front_end: str) -> dict[str, Rows]:
         return dict(_by_table(network, _FLUX2))
     if kind == "ZImageTransformer2DModel" and front_end == "comfyui":
         return dict(_by_table(network, _Z_IMAGE))
+    if kind == "QwenImageTransformer2DModel" and front_end == "comfyui":
+        return _whole(_linear(network), network)
     if front_end == "comfyui":
         return _whole(filter(_UNET_IN_COMFYUI.fullmatch, _linear(network)), network)
-    classes = ("ZImageTransformerBlock",) if kind == "ZImageTransformer2DModel" else _UNET_IN_KOHYA
+    classes = _BLOCKS_IN_KOHYA.get(kind, _UNET_IN_KOHYA)
     inside = tuple(f"{name}." for name, m in network.named_modules() if type(m).__name__ in classes)
     return _whole((name for name in _linear(network) if name.startswith(inside)), network)
 

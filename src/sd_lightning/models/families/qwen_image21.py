@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,11 @@ from sd_lightning.models.families.architecture import Architecture, Component, P
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
-from sd_lightning.models.families.qwen import QwenFamily
+from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.transformer import flow_euler
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 SLOT = 2
-"""Side of the squares of an image's tokens, each one token of a chat model that sees; sides are multiples of it."""
+"""Side of the squares of an image's tokens that are one token of a chat model that sees; they divide images."""
 PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 PREFIX_TOKENS = 14
 """Of :data:`PREFIX`, by the published tokenizer; the pipeline counts them."""
@@ -36,19 +34,46 @@ SEES = {
 """A processor's files beside those of its tokenizer, for models built without files."""
 
 
-def transformer(**config: Any) -> Component:
-    """Return the denoiser of the published model, whose sizes are the class's own."""
-    return Component("diffusers", "QwenImage21Transformer2DModel", {"num_attention_heads": 32} | config)
+def networks(rope: list[int], *configs: dict[str, Any]) -> dict[str, Component]:
+    """Return the networks; Qwen3-VL (arXiv 2511.21631) encodes captions.
+
+    Args:
+        rope: The text encoder's dimensions for each axis of positions.
+        *configs: Of the denoiser, the VAE, and the text encoder's language model and vision tower.
+    """
+    denoiser, vae, text, vision = configs
+    positions = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": rope, "mrope_interleaved": True}
+    encoder = {"text_config": {"rope_parameters": positions} | text, "vision_config": vision}
+    return {
+        "transformer": Component("diffusers", "QwenImage21Transformer2DModel", denoiser),
+        "vae": Component("diffusers", "AutoencoderKLQwenImage21", vae),
+        "text_encoder": Component("transformers", "Qwen3VLForConditionalGeneration", encoder),
+    }
 
 
-def qwen3_vl(mrope_section: list[int], vision_config: dict[str, Any], **config: Any) -> Component:
-    """Return a Qwen3-VL text encoder (arXiv 2511.21631)."""
-    rope = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": mrope_section, "mrope_interleaved": True}
-    own = {"text_config": {"rope_parameters": rope, **config}, "vision_config": vision_config}
-    return Component("transformers", "Qwen3VLForConditionalGeneration", own)
+TINY = networks(
+    [2, 1, 1],
+    {"num_attention_heads": 6, "attention_head_dim": 16, "num_layers": 4, "axes_dims_rope": [4, 6, 6]}
+    | {"in_channels": 16, "out_channels": 16, "context_in_dim": 32},
+    {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 2, 4, 4, 4], "num_res_blocks": 1}
+    | {"z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16},
+    {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+)
+PUBLISHED = networks(
+    [24, 20, 20],
+    {"num_attention_heads": 32},
+    {"dim_mult": [1, 2, 4, 8, 8]},
+    {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
+    | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    {"out_hidden_size": 4096},
+)
+SMALL, SHIFTS = flow_euler(shift=1.0, max_image_seq_len=1), QwenImage.architectures["qwen_image"].scheduler
 
 
-class QwenImage21(QwenFamily):
+class QwenImage21(QwenImage):
     """Qwen-Image 2.1, for captions alone. Each image's positions go on where its own caption ends.
 
     Images are trained with full alpha; those that are drawn are put on white.
@@ -61,32 +86,26 @@ class QwenImage21(QwenFamily):
         "text_encoder": Part("transformers", ("Qwen3VLForConditionalGeneration",)),
         "processor": Part("transformers", ("Qwen3VLProcessor",), loads="PreTrainedTokenizerFast"),
     }
-    pipeline_options = {"sample_sigmas": None}
-    stored_options = {"sample_sigmas": None}
-    width_key = "num_attention_heads"
-    guidance_option = "true_cfg_scale"
+    pipeline_options = stored_options = {"sample_sigmas": None}
     num_inference_steps = 40
-    guidance_scale = 1.0  # "meant to be sampled without guidance"
+    guidance_scale = 1.0  # the published model is made to draw without
     patch_size = 1
-    prefix, prefix_tokens = PREFIX, PREFIX_TOKENS
-    suffix = "<|im_end|>\n<|im_start|>assistant\n"
-    max_sequence_length = 512 + PREFIX_TOKENS
-    words = rf"Com|pre|hend|{QwenFamily.words}"
+    prefix, prefix_tokens, max_sequence_length = PREFIX, PREFIX_TOKENS, 512 + PREFIX_TOKENS
+    words = rf"Com|pre|hend|{QwenImage.words}"
     chat_template = (
         "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
         "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>{{ '\n' }}{% endfor %}"
     )
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        if not options.get("sample_sigmas"):
-            return None
-        return (
-            "it has sample_sigmas: it draws in few steps without guidance, which training would undo; train the base "
-            "checkpoint, Qwen/Qwen-Image-2.1"
-        )
+        why = "it has sample_sigmas: it draws in few steps without guidance, which training would undo; train "
+        return f"{why}the base checkpoint, Qwen/Qwen-Image-2.1" if options.get("sample_sigmas") else None
 
     def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
         return bool(options.get("sample_sigmas"))
+
+    def unused_parameters(self, denoiser: nn.Module) -> list[str]:
+        return []
 
     # Captions
 
@@ -100,8 +119,7 @@ class QwenImage21(QwenFamily):
         tokenizer.chat_template, tokenizer.processor_files = self.chat_template, SEES
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
-        users = (f"<|im_start|>user\n{caption or ' '}" for caption in captions)
-        return [f"{self.prefix}{user}{self.suffix}" for user in users]
+        return super().prompts(tokenizer, [f"<|im_start|>user\n{caption or ' '}" for caption in captions])
 
     def for_pipeline(self, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
         return {name: TextProcessor(tokenizer) for name, tokenizer in tokenizers.items()}
@@ -111,11 +129,9 @@ class QwenImage21(QwenFamily):
         norm = text_encoders["text_encoder"].get_decoder().norm
         handle = norm.register_forward_hook(lambda module, inputs, output: inputs[0])
         try:
-            states = self.hidden_states(text_encoders, input_ids)[-1]
+            return super().embed(text_encoders, input_ids)
         finally:
             handle.remove()
-        mask = input_ids[f"text_encoder{MASK}"].to(states.dtype)
-        return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask}
 
     # Pixels
 
@@ -133,19 +149,13 @@ class QwenImage21(QwenFamily):
         count, _, height, width = noisy_latents.shape
         mask = conditioning["encoder_hidden_states_mask"].bool()
         length, host = mask.shape[1], "cpu" if mask.is_meta else mask.device
-        slots = torch.arange(length + height * width // SLOT**2, device=host) >= length
+        image = torch.arange(length + height * width // SLOT**2, device=host) >= length
+        slots = {"img_mask": image.expand(count, -1), "img_shapes": [[(1, height, width)]] * count}
+        tokens, times = noisy_latents.flatten(2).mT, timesteps.expand(count) / 1000
         methods = _layout(denoiser, mask, height, width)
         vars(denoiser).update(methods)
         try:
-            made: Tensor = denoiser(
-                hidden_states=noisy_latents.flatten(2).mT,
-                encoder_hidden_states=conditioning["encoder_hidden_states"],
-                encoder_hidden_states_mask=mask,
-                timestep=timesteps.expand(count) / 1000,
-                img_shapes=[[(1, height, width)]] * count,
-                img_mask=slots.expand(count, -1),
-                return_dict=False,
-            )[0]
+            made: Tensor = denoiser(tokens, timestep=times, return_dict=False, **slots, **conditioning)[0]
         finally:
             for name in methods:
                 vars(denoiser).pop(name)
@@ -154,96 +164,30 @@ class QwenImage21(QwenFamily):
     # Sampling
 
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        mask = conditioning["encoder_hidden_states_mask"].bool()
-        longest = int(mask.sum(1).max())
-        embeds = conditioning["encoder_hidden_states"][:, :longest]
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask[:, :longest]}
+        longest = int(conditioning["encoder_hidden_states_mask"].bool().sum(1).max())
+        return super().prompt_options({name: each[:, :longest] for name, each in conditioning.items()})
 
-    def draw(
-        self,
-        pipeline: Any,
-        prompts: Sequence[str],
-        *,
-        generators: list[torch.Generator],
-        num_inference_steps: int,
-        **options: Any,
-    ) -> list[Image.Image]:
+    def draw(self, pipeline: Any, prompts: Sequence[str], **options: Any) -> list[Any]:
         """Draw captions of one length together: the pipeline gives all images the positions after the longest."""
         from PIL import Image
 
-        own = pipeline.config.sample_sigmas
-        if own and num_inference_steps not in (len(own), self.num_inference_steps):
-            options["sigmas"] = torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+        own, steps = pipeline.config.sample_sigmas, options["num_inference_steps"]
+        if own and steps not in (len(own), self.num_inference_steps):
+            options["sigmas"] = torch.linspace(1.0, 1 / steps, steps).tolist()
         mask = self.tokenize({"processor": pipeline.processor.tokenizer}, prompts)[f"text_encoder{MASK}"]
-        lengths = mask.sum(1).tolist()
-        images: dict[int, Image.Image] = {}
+        lengths, generators = mask.sum(1).tolist(), options.pop("generators")
+        drawn: dict[int, Image.Image] = {}
         for length in set(lengths):
             chosen = [i for i, each in enumerate(lengths) if each == length]
-            given, noise = [prompts[i] for i in chosen], [generators[i] for i in chosen]
-            drawn = super().draw(pipeline, given, generators=noise, num_inference_steps=num_inference_steps, **options)
-            for i, image in zip(chosen, drawn, strict=True):
-                white = Image.new("RGBA", image.size, "white")
-                images[i] = Image.alpha_composite(white, image).convert("RGB")
-        return [images[i] for i in range(len(prompts))]
+            noise = [generators[i] for i in chosen]
+            images = super().draw(pipeline, [prompts[i] for i in chosen], generators=noise, **options)
+            drawn |= zip(chosen, images, strict=True)
+        pairs = [(Image.new("RGBA", image.size, "white"), image) for _, image in sorted(drawn.items())]
+        return [Image.alpha_composite(*pair).convert("RGB") for pair in pairs]
 
     architectures = {
-        "tiny_qwen_image_21": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    in_channels=16,
-                    out_channels=16,
-                    num_layers=4,
-                    attention_head_dim=16,
-                    num_attention_heads=6,
-                    context_in_dim=32,
-                    axes_dims_rope=[4, 6, 6],
-                ),
-                "vae": Component(
-                    "diffusers",
-                    "AutoencoderKLQwenImage21",
-                    {
-                        "base_dim": 4,
-                        "decoder_base_dim": 4,
-                        "z_dim": 16,
-                        "dim_mult": [1, 2, 4, 4, 4],
-                        "num_res_blocks": 1,
-                        "latents_mean": [0.0] * 16,
-                        "latents_std": [1.0] * 16,
-                    },
-                ),
-                "text_encoder": qwen3_vl(
-                    [2, 1, 1],
-                    {
-                        **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
-                        **{"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-                    },
-                    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8},
-                    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-                ),
-            },
-            scheduler=flow_euler(shift=1.0, max_image_seq_len=1),
-            max_length=20 + PREFIX_TOKENS,
-            token_embedding_std=1.0,
-            is_tiny=True,
-            shipped_vae="rgba_vae",
-        ),
-        "qwen_image_21": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(),
-                "vae": Component("diffusers", "AutoencoderKLQwenImage21", {"dim_mult": [1, 2, 4, 8, 8]}),
-                "text_encoder": qwen3_vl(
-                    [24, 20, 20],
-                    {"out_hidden_size": 4096},
-                    **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128},
-                    **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-                    max_position_embeddings=262144,
-                ),
-            },
-            scheduler=flow_euler(use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02),
-            max_length=512 + PREFIX_TOKENS,
-        ),
+        "tiny_qwen_image_21": Architecture(pipeline_class, TINY, SMALL, 20 + PREFIX_TOKENS, 1.0, True, "rgba_vae"),
+        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTS, 512 + PREFIX_TOKENS),
     }
 
 
@@ -260,29 +204,11 @@ class TextProcessor:
         return [self.tokenizer.apply_chat_template(conversation, **options)]
 
 
-@dataclass
-class _OfSamples:
-    """Rotary factors (B, S, D) in place of the network's own (S, D), which are the same for all samples."""
+class _Image(SimpleNamespace):
+    """The mask (S,) of an image's tokens: ``view`` where it is used, ``outside`` on the host, where they are counted."""
 
-    factors: Tensor
-
-    def unsqueeze(self, dim: int) -> Tensor:
-        """Return the factors of all heads; the network's have no dimension of samples, so that ``dim`` is one less."""
-        return self.factors.unsqueeze(dim + 1)
-
-
-@dataclass
-class _Image:
-    """The mask (S,) of an image's tokens, where it is used, and on the host, where the network counts."""
-
-    mask: Tensor
-    counted: Tensor
-
-    def view(self, *shape: int) -> Tensor:
-        return self.mask.view(*shape)
-
-    def __invert__(self) -> Tensor:
-        return ~self.counted
+    def __invert__(self) -> Any:
+        return self.outside
 
 
 def _layout(network: Any, mask: Tensor, height: int, width: int) -> dict[str, Any]:
@@ -301,9 +227,10 @@ def _layout(network: Any, mask: Tensor, height: int, width: int) -> dict[str, An
     rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in (height, width))
     frame = torch.cat([text.expand(count, -1), mask.sum(1, keepdim=True).expand(-1, height * width)], dim=1)
     grid = (torch.cat([text, each]) for each in (rows.repeat_interleave(width), columns.repeat(height)))
-    tables = [table.to(device) for table in network.pos_embed.freqs]
-    factors = [table[index].expand(count, -1, -1) for table, index in zip(tables, (frame, *grid), strict=True)]
-    rotary = _OfSamples(torch.cat(factors, dim=-1))
+    axes = zip(network.pos_embed.freqs, (frame, *grid), strict=True)
+    factors = [table.to(device)[index].expand(count, -1, -1) for table, index in axes]
+    rotary = torch.cat(factors, dim=-1)  # (B, S, D); the network's own (S, D) are the same for all samples
     image = torch.arange(length + height * width, device="cpu") >= length
-    metadata = image.long() - 1, _Image(image.to(device), image)
-    return {"pos_embed": lambda *_, **__: rotary, "build_token_metadata": lambda *_: metadata}
+    methods = {"pos_embed": SimpleNamespace(unsqueeze=lambda dim: rotary.unsqueeze(dim + 1))}
+    methods["build_token_metadata"] = image.long() - 1, _Image(view=image.to(device).view, outside=~image)
+    return {name: lambda *_, found=found, **__: found for name, found in methods.items()}

@@ -214,15 +214,19 @@ def test_half_precision_keeps_the_lengths_of_captions() -> None:
 
 def test_latents_are_normalised_as_the_pipeline_does(model: LatentDiffusion) -> None:
     images, pipeline = torch.rand(2, 3, 32, 48) * 2 - 1, model.pipeline()
-    if isinstance(pipeline, QwenImagePipeline):
-        pytest.skip("its pixels are compared as films below")
     space, vae = model.latent_space, model.vae
     raw = model.family.encode(vae, images)
     assert raw.shape[1:] == space.encoded_shape(32, 48)
     latents = space.latents(raw, lambda shape: torch.zeros(2, *shape))
     assert latents.shape[1:] == space.shape(32, 48)
-    mean = vae.encode(images).latent_dist.mode()
-    if hasattr(pipeline, "_encode_vae_image"):
+    takes_films = isinstance(pipeline, QwenImagePipeline)  # of one frame
+    posterior = vae.encode(images.unsqueeze(2) if takes_films else images).latent_dist
+    mean, std = posterior.mode(), posterior.std
+    if takes_films:
+        mean, std = mean.squeeze(2), std.squeeze(2)
+        shift, scale = (torch.tensor(vae.config[key]).view(4, 1, 1) for key in ("latents_mean", "latents_std"))
+        expected = (mean - shift) / scale
+    elif hasattr(pipeline, "_encode_vae_image"):
         expected = pipeline._encode_vae_image(images, None)
     else:
         expected = (mean - vae.config.shift_factor) * vae.config.scaling_factor
@@ -230,44 +234,25 @@ def test_latents_are_normalised_as_the_pipeline_does(model: LatentDiffusion) -> 
     torch.testing.assert_close(space.decodable(latents), mean)
     noise = torch.randn(2, *mean.shape[1:])
     drawn = space.decodable(space.latents(raw, lambda shape: noise))
-    torch.testing.assert_close(drawn, mean + noise * vae.encode(images).latent_dist.std, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drawn, mean + noise * std, rtol=1e-4, atol=1e-5)
 
 
-def test_pictures_are_films_of_one_frame_for_the_vae_of_qwen_image() -> None:
-    model = LatentDiffusion.build("tiny_qwen_image")
-    vae, images, space = model.vae, torch.rand(2, 3, 32, 48) * 2 - 1, model.latent_space
-    with torch.no_grad():
-        moments = model.family.encode(vae, images)
-        mean = vae.encode(images.unsqueeze(2)).latent_dist.mode()
-    assert moments.shape[1:] == space.encoded_shape(32, 48)
-    latents = space.latents(moments, lambda shape: torch.zeros(2, *shape))
-    assert latents.shape[1:] == space.shape(32, 48)
-    mu, sigma = (torch.tensor(vae.config[key]).view(1, -1, 1, 1) for key in ("latents_mean", "latents_std"))
-    torch.testing.assert_close(latents, (mean.squeeze(2) - mu) / sigma)
-    torch.testing.assert_close(space.decodable(latents), mean.squeeze(2))
-
-
-def test_the_shipped_vae_of_films_keeps_digits() -> None:
+def test_the_shipped_vae_of_films_keeps_digits_and_decodes_large_pictures_in_tiles() -> None:
     model, source = LatentDiffusion.build("tiny_qwen_image"), Digits("train")
+    vae: Any = model.vae
     pictures = [source.image(index) for index in range(200)]
     images = torch.stack([torch.from_numpy(np.array(each)) for each in pictures]).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
-        films = model.vae.decode(model.vae.encode(images.unsqueeze(2)).latent_dist.mode()).sample
+        films = vae.decode(vae.encode(images.unsqueeze(2)).latent_dist.mode()).sample
+        wide = vae.encode(torch.cat(list(images[:20]), dim=2)[None, :, None]).latent_dist.mode()
+        whole = vae.decode(wide).sample
+        with model.family.decoding_in_tiles(vae, True):
+            tiled = vae.decode(wide).sample
+        assert not vae.use_tiling and torch.equal(vae.decode(wide).sample, whole)
     kept = ((films.squeeze(2) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     read = zip(source.classifier(pictures), source.classifier([Image.fromarray(each) for each in kept]), strict=True)
     assert sum(one == other for one, other in read) >= 198
-
-
-def test_the_vae_of_films_decodes_large_pictures_in_tiles() -> None:
-    vae: Any = LatentDiffusion.build("tiny_qwen_image").vae
-    latents = torch.randn(1, 4, 1, 8, 80)
-    with torch.no_grad():
-        whole = vae.decode(latents).sample
-        with families.FAMILIES["QwenImagePipeline"].decoding_in_tiles(vae, True):
-            tiled = vae.decode(latents).sample
-        assert not vae.use_tiling and torch.equal(vae.decode(latents).sample, whole)
-    assert tiled.shape == whole.shape and not torch.equal(whole, tiled)
-    torch.testing.assert_close(whole[..., :128], tiled[..., :128])
+    assert tiled.shape == whole.shape and 0 < (tiled - whole).abs().mean() < 0.05
 
 
 def test_shift_and_scale_of_z_image_are_undone_in_the_pipelines_order() -> None:

@@ -48,7 +48,13 @@ def test_the_cheapest_way_is_recommended(changes: dict[str, Any], choice: str) -
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "resolution"), [("klein_4b", 512 * 7680, 512), ("z_image", 512 * 2561, 512), ("tiny", 8 * 64, 32)]
+    ("model", "size", "resolution"),
+    [
+        ("klein_4b", 512 * 7680, 512),
+        ("z_image", 512 * 2561, 512),
+        ("qwen_image", 512 * 3585, 512),
+        ("tiny", 8 * 64, 32),
+    ],
 )
 def test_a_caption_is_as_large_as_what_text_encoders_make_of_it(model: str, size: int, resolution: int) -> None:
     """Beside embeddings, Z-Image's has a mask."""

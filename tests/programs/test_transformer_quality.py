@@ -12,7 +12,7 @@ from glyph import SUBJECT, drawn_shares, write_photos
 pytestmark = pytest.mark.slow
 
 IN_FULL = pytest.mark.full("quality")
-GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0}
+GUIDANCE = {"tiny_klein": 3.0, "tiny_z_image": 2.0, "tiny_qwen_image": 3.0}
 LORA = {
     "tiny_klein": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,to_qkv_mlp_proj]",
@@ -23,6 +23,11 @@ LORA = {
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,w1,w2,w3]",
         "learning_rate=1e-3",
         "max_train_steps=150",
+    ),
+    "tiny_qwen_image": (
+        "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_k_proj,add_v_proj,net.0.proj,net.2]",
+        "learning_rate=3e-3",
+        "max_train_steps=300",
     ),
 }
 """Adapters on all linear layers of attention, and on those of the perceptrons beside it."""
@@ -35,6 +40,7 @@ LORA = {
         pytest.param("tiny_klein", 1, id="klein, seed 1", marks=IN_FULL),
         pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),
         pytest.param("tiny_z_image", 1, id="Z-Image, seed 1", marks=IN_FULL),
+        pytest.param("tiny_qwen_image", 0, id="Qwen-Image", marks=IN_FULL),
     ],
 )
 def test_digits_are_learned_with_the_defaults_and_a_subject_with_adapters(

@@ -40,16 +40,18 @@ TRAINED = {
 }
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("ddp", "fsdp", "fsdp_offload", "zero2")}
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("zero3", "zero3_bf16", "gemini", "gemini_bf16")}
-FAMILIES = ("tiny_klein", "tiny_z_image")
+FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_qwen_image")
 for _family, _name in itertools.product(FAMILIES, ("ddp", "fsdp", "zero3", "gemini", "gemini_bf16")):
     _own = {"folder": _family, "frozen_text": True}
     TRAINED[f"{_family}_{_name}"] = TRAINED[_name] | _own
     TRAINED[f"{_family}_{_name}_lora"] = TRAINED[_name] | _own | {"lora": True, "targets": ["to_q", "to_v"]}
 TRAINED_FIRST = ("ddp_lora", "fsdp", "zero2", "zero3_bf16", "zero3_lora", "gemini", "gemini_bf16_lora")
 TRAINED_FIRST += ("tiny_klein_fsdp_lora", "tiny_klein_gemini", "tiny_z_image_fsdp", "tiny_z_image_zero3_lora")
+TRAINED_FIRST += ("tiny_qwen_image_fsdp",)
 """One of each engine, in either precision, of all weights and of adapters."""
 SHARDED = ("part:fsdp", "part:gemini", "wide_tiny_klein:gemini", "wide_tiny_z_image:fsdp")
 SHARDED += ("sd21:fsdp", "sd21:gemini", "wide_tiny_klein:fsdp", "wide_tiny_z_image:gemini")
+SHARDED += ("wide_tiny_qwen_image:fsdp", "wide_tiny_qwen_image:gemini")
 ADAPTED = (("part", "gemini"), ("sd21", "gemini"), ("sd21", "ddp"))
 VALIDATED = ("fsdp", "zero2", "zero3", "gemini")
 SAVED = os.environ.get("SD_LIGHTNING_SAVED", "part")

@@ -66,6 +66,12 @@ WIDE: dict[str, dict[str, Any]] = {
         "axes_dims": [32, 16, 16],
         "n_layers": 12,
     },
+    "tiny_qwen_image": {
+        "num_attention_heads": 6,
+        "attention_head_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+        "num_layers": 12,
+    },
 }
 """Transformers wide enough for their memory to be seen among all else that a process has."""
 

@@ -18,19 +18,11 @@ from sd_lightning.models.families.qwen import FILM_VAE, PREFIX_TOKENS, QwenFamil
 from sd_lightning.models.families.transformer import CHAT_TOKENIZER, flow_euler, to_latents, to_tokens
 
 
-def transformer(**config: Any) -> Component:
-    """Return the denoiser of the published model."""
-    own = {"in_channels": 64, "out_channels": 16, "num_layers": 60, "num_attention_heads": 24}
-    return Component("diffusers", "QwenImageTransformer2DModel", own | config)
-
-
 def qwen25_vl(mrope_section: list[int], vision_config: dict[str, Any], **config: Any) -> Component:
     """Return a Qwen2.5-VL text encoder (arXiv 2502.13923), its configuration flat as that of published files."""
-    rope = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": mrope_section}
-    own = {"rms_norm_eps": 1e-6, "max_position_embeddings": 128000, "rope_parameters": rope}
-    return Component(
-        "transformers", "Qwen2_5_VLForConditionalGeneration", own | config | {"vision_config": vision_config}
-    )
+    rope = {"rope_type": "default", "mrope_section": mrope_section}
+    own = {"rms_norm_eps": 1e-6, "rope_parameters": rope, "vision_config": vision_config}
+    return Component("transformers", "Qwen2_5_VLForConditionalGeneration", own | config)
 
 
 class QwenImage(QwenFamily):
@@ -79,14 +71,18 @@ class QwenImage(QwenFamily):
         "tiny_qwen_image": Architecture(
             pipeline_class,
             networks={
-                "transformer": transformer(
-                    in_channels=16,
-                    out_channels=4,
-                    num_layers=3,
-                    attention_head_dim=16,
-                    num_attention_heads=4,
-                    joint_attention_dim=32,
-                    axes_dims_rope=[4, 6, 6],
+                "transformer": Component(
+                    "diffusers",
+                    "QwenImageTransformer2DModel",
+                    {
+                        "in_channels": 16,
+                        "out_channels": 4,
+                        "num_layers": 3,
+                        "attention_head_dim": 16,
+                        "num_attention_heads": 4,
+                        "joint_attention_dim": 32,
+                        "axes_dims_rope": [4, 6, 6],
+                    },
                 ),
                 "vae": tiny_film_vae(),
                 "text_encoder": qwen25_vl(
@@ -108,11 +104,11 @@ class QwenImage(QwenFamily):
         "qwen_image": Architecture(
             pipeline_class,
             networks={
-                "transformer": transformer(),
+                "transformer": Component("diffusers", "QwenImageTransformer2DModel", {"num_attention_heads": 24}),
                 "vae": film_vae(),
                 "text_encoder": qwen25_vl(
                     [16, 24, 24],
-                    {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+                    {"hidden_size": 1280},
                     vocab_size=152064,
                     hidden_size=3584,
                     intermediate_size=18944,

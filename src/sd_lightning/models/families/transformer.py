@@ -142,7 +142,7 @@ class ChatFamily(TransformerFamily):
     has_attention_masks = True
     max_sequence_length = 512  # chat models read far more than pipelines give them
     # A plain one for the shipped tokenizer. As in the published ones, no thinking changes what the model reads.
-    chat_template = (
+    chat_template: str | None = (
         "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
     )

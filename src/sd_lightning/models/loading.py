@@ -83,12 +83,8 @@ class PipelineParts:
         Args:
             scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
         """
-        parts = {
-            **self.networks,
-            **self.family.for_pipeline(self.tokenizers),
-            **dict.fromkeys(self.family.absent),
-            **self.pipeline_options,
-        }
+        tokenizers = self.family.for_pipeline(self.tokenizers)
+        parts = {**self.networks, **tokenizers, **dict.fromkeys(self.family.absent), **self.pipeline_options}
         pipeline = self.family.pipeline_type()(
             **parts, scheduler=self.family.sampling_scheduler(self.components["scheduler"], scheduler)
         )

@@ -7,7 +7,6 @@ are those of the published checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,18 +58,13 @@ TINY = networks(
     | {"z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16},
     {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
 )
+SPEAKS = {"vocab_size": 151936, "num_hidden_layers": 36, "num_key_value_heads": 8, "intermediate_size": 12288}
 PUBLISHED = networks(
-    [24, 20, 20],
-    {"num_attention_heads": 32},
-    {"dim_mult": [1, 2, 4, 8, 8]},
-    {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
-    | {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-    {"out_hidden_size": 4096},
+    [24, 20, 20], {"num_attention_heads": 32}, {"dim_mult": [1, 2, 4, 8, 8]}, SPEAKS, {"out_hidden_size": 4096}
 )
-SMALL, SHIFTS = flow_euler(shift=1.0, max_image_seq_len=1), QwenImage.architectures["qwen_image"].scheduler
+FLOW, SHIFTED = flow_euler(shift=1.0, max_image_seq_len=1), QwenImage.architectures["qwen_image"].scheduler
 
 
 class QwenImage21(QwenImage):
@@ -92,10 +86,7 @@ class QwenImage21(QwenImage):
     patch_size = 1
     prefix, prefix_tokens, max_sequence_length = PREFIX, PREFIX_TOKENS, 512 + PREFIX_TOKENS
     words = rf"Com|pre|hend|{QwenImage.words}"
-    chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
-        "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>{{ '\n' }}{% endfor %}"
-    )
+    chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
 
     def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
         why = "it has sample_sigmas: it draws in few steps without guidance, which training would undo; train "
@@ -186,16 +177,16 @@ class QwenImage21(QwenImage):
         return [Image.alpha_composite(*pair).convert("RGB") for pair in pairs]
 
     architectures = {
-        "tiny_qwen_image_21": Architecture(pipeline_class, TINY, SMALL, 20 + PREFIX_TOKENS, 1.0, True, "rgba_vae"),
-        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTS, 512 + PREFIX_TOKENS),
+        "tiny_qwen_image_21": Architecture(pipeline_class, TINY, FLOW, 20 + PREFIX_TOKENS, 1.0, True, "rgba_vae"),
+        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTED, 512 + PREFIX_TOKENS),
     }
 
 
-@dataclass
 class TextProcessor:
     """What the pipeline calls of ``Qwen3VLProcessor`` for captions; that one needs torchvision, to see."""
 
-    tokenizer: Any
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         return self.tokenizer(text, **options)
@@ -205,7 +196,7 @@ class TextProcessor:
 
 
 class _Image(SimpleNamespace):
-    """The mask (S,) of an image's tokens: ``view`` where it is used, ``outside`` on the host, where they are counted."""
+    """The mask (S,) of an image's tokens: ``view`` where it is used, ``outside`` on the host, to count."""
 
     def __invert__(self) -> Any:
         return self.outside
@@ -228,9 +219,9 @@ def _layout(network: Any, mask: Tensor, height: int, width: int) -> dict[str, An
     frame = torch.cat([text.expand(count, -1), mask.sum(1, keepdim=True).expand(-1, height * width)], dim=1)
     grid = (torch.cat([text, each]) for each in (rows.repeat_interleave(width), columns.repeat(height)))
     axes = zip(network.pos_embed.freqs, (frame, *grid), strict=True)
-    factors = [table.to(device)[index].expand(count, -1, -1) for table, index in axes]
-    rotary = torch.cat(factors, dim=-1)  # (B, S, D); the network's own (S, D) are the same for all samples
+    rotary = torch.cat([table.to(device)[index].expand(count, -1, -1) for table, index in axes], dim=-1)
+    # (B, S, D), where the network has (S, D) for all samples
     image = torch.arange(length + height * width, device="cpu") >= length
-    methods = {"pos_embed": SimpleNamespace(unsqueeze=lambda dim: rotary.unsqueeze(dim + 1))}
-    methods["build_token_metadata"] = image.long() - 1, _Image(view=image.to(device).view, outside=~image)
-    return {name: lambda *_, found=found, **__: found for name, found in methods.items()}
+    metadata = image.long() - 1, _Image(view=image.to(device).view, outside=~image)
+    factors = SimpleNamespace(unsqueeze=lambda dim: rotary.unsqueeze(dim + 1))
+    return {"pos_embed": lambda *_, **__: factors, "build_token_metadata": lambda *_: metadata}

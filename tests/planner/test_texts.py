@@ -53,6 +53,7 @@ def test_the_cheapest_way_is_recommended(changes: dict[str, Any], choice: str) -
         ("klein_4b", 512 * 7680, 512),
         ("z_image", 512 * 2561, 512),
         ("qwen_image", 512 * 3585, 512),
+        ("qwen_image_21", 512 * 4097, 512),
         ("tiny", 8 * 64, 32),
     ],
 )

@@ -12,7 +12,7 @@ from sd_lightning import LatentDiffusion
 from sd_lightning.models.lora import freeze_unused
 
 
-@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_qwen_image"])
+@pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_qwen_image_21"])
 def test_the_denoiser_has_one_output_and_gradients_of_every_parameter_with_padding_and_without(name: str) -> None:
     model = LatentDiffusion.build(name, seed=3)
     family, length = model.family, 48  # Z-Image fills captions and images up to multiples of 32 tokens

@@ -115,6 +115,9 @@ class QwenImage21(QwenImage):
     def for_pipeline(self, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
         return {name: TextProcessor(tokenizer) for name, tokenizer in tokenizers.items()}
 
+    def unread(self, mask: Tensor) -> Any:
+        return mask.bool()[:, None, None].expand(-1, 1, mask.shape[1], -1)
+
     def embed(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return the last hidden state before its norm, ``encoder_hidden_states`` (B, L, D), and its mask (B, L)."""
         norm = text_encoders["text_encoder"].get_decoder().norm
@@ -169,10 +172,11 @@ class QwenImage21(QwenImage):
         lengths, generators = mask.sum(1).tolist(), options.pop("generators")
         drawn: dict[int, Image.Image] = {}
         for length in set(lengths):
-            chosen = [i for i, each in enumerate(lengths) if each == length]
-            noise = [generators[i] for i in chosen]
-            images = super().draw(pipeline, [prompts[i] for i in chosen], generators=noise, **options)
-            drawn |= zip(chosen, images, strict=True)
+            same = [i for i, each in enumerate(lengths) if each == length]
+            images = super().draw(
+                pipeline, [prompts[i] for i in same], generators=[generators[i] for i in same], **options
+            )
+            drawn |= zip(same, images, strict=True)
         pairs = [(Image.new("RGBA", image.size, "white"), image) for _, image in sorted(drawn.items())]
         return [Image.alpha_composite(*pair).convert("RGB") for pair in pairs]
 

@@ -81,9 +81,8 @@ class QwenImage21(QwenImage):
         "processor": Part("transformers", ("Qwen3VLProcessor",), loads="PreTrainedTokenizerFast"),
     }
     pipeline_options = stored_options = {"sample_sigmas": None}
-    num_inference_steps = 40
-    guidance_scale = 1.0  # the published model is made to draw without
-    patch_size = 1
+    # The published model is made to draw without guidance.
+    num_inference_steps, guidance_scale, patch_size = 40, 1.0, 1
     prefix, prefix_tokens, max_sequence_length = PREFIX, PREFIX_TOKENS, 512 + PREFIX_TOKENS
     words = rf"Com|pre|hend|{QwenImage.words}"
     chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
@@ -173,9 +172,8 @@ class QwenImage21(QwenImage):
         drawn: dict[int, Image.Image] = {}
         for length in set(lengths):
             same = [i for i, each in enumerate(lengths) if each == length]
-            images = super().draw(
-                pipeline, [prompts[i] for i in same], generators=[generators[i] for i in same], **options
-            )
+            noise = [generators[i] for i in same]
+            images = super().draw(pipeline, [prompts[i] for i in same], generators=noise, **options)
             drawn |= zip(same, images, strict=True)
         pairs = [(Image.new("RGBA", image.size, "white"), image) for _, image in sorted(drawn.items())]
         return [Image.alpha_composite(*pair).convert("RGB") for pair in pairs]

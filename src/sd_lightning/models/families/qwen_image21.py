@@ -142,7 +142,7 @@ class QwenImage21(QwenImage):
         count, _, height, width = noisy_latents.shape
         mask = conditioning["encoder_hidden_states_mask"].bool()
         length, host = mask.shape[1], "cpu" if mask.is_meta else mask.device
-        image = torch.arange(length + height * width // SLOT**2, device=host) >= length
+        image = torch.tensor([False] * length + [True] * (height * width // SLOT**2)).to(host)
         slots = {"img_mask": image.expand(count, -1), "img_shapes": [[(1, height, width)]] * count}
         tokens, times = noisy_latents.flatten(2).mT, timesteps.expand(count) / 1000
         methods = _layout(denoiser, mask, height, width)
@@ -223,7 +223,7 @@ def _layout(network: Any, mask: Tensor, height: int, width: int) -> dict[str, An
     axes = zip(network.pos_embed.freqs, (frame, *grid), strict=True)
     rotary = torch.cat([table.to(device)[index].expand(count, -1, -1) for table, index in axes], dim=-1)
     # (B, S, D), where the network has (S, D) for all samples
-    image = torch.arange(length + height * width, device="cpu") >= length
+    image = torch.tensor([False] * length + [True] * (height * width))
     metadata = image.long() - 1, _Image(view=image.to(device).view, outside=~image)
     factors = SimpleNamespace(unsqueeze=lambda dim: rotary.unsqueeze(dim + 1))
     return {"pos_embed": lambda *_, **__: factors, "build_token_metadata": lambda *_: metadata}

@@ -28,7 +28,7 @@ DREAMBOOTH = (
 )
 
 
-@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_qwen_image_21"])
+@pytest.fixture(scope="module", params=["tiny_klein", "tiny_z_image", "tiny_qwen_image"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The family that is trained, in a folder with ``run``: four steps of it, validated, and pictures read."""
     folder = tmp_path_factory.mktemp(request.param)

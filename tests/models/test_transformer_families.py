@@ -52,6 +52,7 @@ PARAMETERS = {
     "z_image": {"transformer": 6_154_908_736, "vae": 83_819_683, "text_encoder": 4_022_468_096},
     "qwen_image": {"transformer": 20_430_401_088, "vae": 126_892_531, "text_encoder": 8_292_166_656},
     "krea2": {"transformer": 12_820_073_036, "vae": 126_892_531, "text_encoder": 4_437_815_808},
+    "qwen_image_21": {"transformer": 7_115_124_736, "vae": 337_740_404, "text_encoder": 8_767_123_696},
 }
 """Of the published checkpoints."""
 
@@ -369,13 +370,13 @@ def test_architectures_have_the_published_number_of_parameters(name: str) -> Non
     assert {key: sum(p.numel() for p in each.parameters()) for key, each in networks.items()} == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*TINY, "tiny_qwen_image_21"])
 def test_tiny_models_have_less_than_a_million_parameters(name: str) -> None:
     model = LatentDiffusion.build(name)
     assert sum(p.numel() for network in model.networks.values() for p in network.parameters()) < 1e6
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*TINY, "tiny_qwen_image_21"])
 def test_sharded_weights_are_read_by_either_loader(name: str, tmp_path: Path) -> None:
     model = LatentDiffusion.build(name, seed=1)
     model.save_pretrained(tmp_path)
@@ -541,7 +542,7 @@ def test_chat_models_are_not_trained(options: Any) -> None:
         SDLightningModule(model, optimizer=small.adamw, **options)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*TINY, "tiny_qwen_image_21"])
 def test_a_run_trains_the_denoiser_alone(name: str) -> None:
     model = LatentDiffusion.build(name)
     before = {n: [p.detach().clone() for p in network.parameters()] for n, network in model.networks.items()}

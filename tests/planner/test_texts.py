@@ -55,6 +55,7 @@ def test_the_cheapest_way_is_recommended(changes: dict[str, Any], choice: str) -
         ("flux1_dev", 512 * 4096 + 768, 512),
         ("qwen_image", 512 * 3585, 512),
         ("krea2", 512 * (12 * 2560 + 1), 512),
+        ("qwen_image_21", 512 * 4097, 512),
         ("tiny", 8 * 64, 32),
     ],
 )

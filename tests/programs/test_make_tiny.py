@@ -24,7 +24,7 @@ SHIPPED = PACKAGE / "models" / "assets" / "tiny"
 def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diffusers import AutoencoderKL, AutoencoderKLQwenImage
+    from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 
     monkeypatch.setattr(make_tiny, "_STEPS", 50)
     make_tiny.main(tmp_path)
@@ -57,6 +57,17 @@ def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
         with torch.no_grad():
             error = (vae.decode(vae.encode(images.unsqueeze(2)).latent_dist.mode()).sample.squeeze(2) - images).square()
         assert error.mean() < share * images.var()
+
+    rgba = torch.cat([images, torch.ones_like(images[:, :1])], dim=1).unsqueeze(2)
+    assert _json(tmp_path / "rgba_vae/config.json") == _json(SHIPPED / "rgba_vae/config.json")
+    for folder, share in ((tmp_path, 0.4), (SHIPPED, 0.025)):
+        vae = AutoencoderKLQwenImage21.from_pretrained(folder / "rgba_vae")
+        with torch.no_grad():
+            posterior = vae.encode(rgba).latent_dist
+            error = (vae.decode(posterior.mean).sample - rgba)[:, :3].square().mean()
+        assert error < share * images.var()
+        latents = posterior.sample(generator=torch.Generator().manual_seed(0))
+        assert latents.square().mean().sqrt() == pytest.approx(1.0, abs=0.05)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -12,14 +12,8 @@ from glyph import SUBJECT, drawn_shares, write_photos
 pytestmark = pytest.mark.slow
 
 IN_FULL = pytest.mark.full("quality")
-GUIDANCE = {
-    "tiny_klein": 3.0,
-    "tiny_z_image": 2.0,
-    "tiny_sd3": 3.0,
-    "tiny_flux": 3.0,
-    "tiny_qwen_image": 3.0,
-    "tiny_krea2": 2.0,
-}
+GUIDANCE = dict.fromkeys(("tiny_klein", "tiny_sd3", "tiny_flux", "tiny_qwen_image"), 3.0)
+GUIDANCE |= {"tiny_z_image": 2.0, "tiny_krea2": 2.0}
 LORA = {
     "tiny_klein": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,to_qkv_mlp_proj]",

@@ -2,7 +2,7 @@
 
     python tests/support/make_tiny.py FOLDER
 
-Takes about a minute on one CPU core.
+Takes a few minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def make_tokenizer(corpus: list[str], *, max_length: int) -> Any:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)  # type: ignore[arg-type]
 
 
-def train_vae(vae: Any, images: Tensor, *, seed: int = 0) -> None:
-    """Train a tiny VAE on images (N, 3, …) in [-1, 1]."""
+def train_vae(vae: Any, images: Tensor, *, rounds: int = 1, seed: int = 0) -> None:
+    """Train a tiny VAE on images (N, C, …) in [-1, 1], for a number of times ``_STEPS``."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=_STEPS, pct_start=0.1)
-    for step in range(_STEPS):
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, _LEARNING_RATE, total_steps=rounds * _STEPS, pct_start=0.1
+    )
+    for step in range(rounds * _STEPS):
         batch = images[torch.randint(len(images), (_BATCH_SIZE,), generator=generator)]
         posterior = vae.encode(batch).latent_dist
         reconstruction = vae.decode(posterior.sample(generator=generator)).sample
@@ -92,6 +94,24 @@ def film_vae(images: Tensor) -> Any:
     return vae.half()
 
 
+def rgba_vae(images: Tensor) -> Any:
+    """Return the trained VAE of Qwen-Image 2.1, in float16; its first and last layers give latents unit variance."""
+    films = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0).unsqueeze(2)
+    vae: Any = architecture("tiny_qwen_image_21").networks["vae"].instantiate(seed=0)
+    train_vae(vae, films, rounds=2)
+    with torch.no_grad():
+        posterior = vae.encode(films).latent_dist
+        mean = posterior.mean.mean((0, 2, 3, 4))
+        std = (posterior.mean.var((0, 2, 3, 4), correction=0) + posterior.var.mean((0, 2, 3, 4))).sqrt()
+        inner, outer = vae.quant_conv, vae.post_quant_conv
+        outer.bias += outer.weight[..., 0, 0] @ mean
+        outer.weight *= std[:, None, None]
+        inner.bias -= torch.cat([mean, 2 * std.log()])
+        for part in (inner.weight, inner.bias):
+            part[: len(std)] /= std.view(-1, *[1] * (part.ndim - 1))
+    return vae.half()
+
+
 def patch_statistics(vae: Any, images: Tensor) -> dict[str, Tensor]:
     """Return mean and variance of the channels of 2 x 2 patches of latents, the ``bn`` of AutoencoderKLFlux2."""
     with torch.no_grad():
@@ -117,6 +137,7 @@ def main(folder: Path) -> None:
     vae = scaled_vae(images)
     vae.save_pretrained(folder / "vae")
     film_vae(images).save_pretrained(folder / "film_vae")
+    rgba_vae(images).save_pretrained(folder / "rgba_vae")
     save_file(patch_statistics(vae, images), folder / "vae" / "patch_statistics.safetensors")
 
 

@@ -47,7 +47,9 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
         )
     check_part(folder)
     try:
-        return component.load_class().from_pretrained(folder)
+        tokenizer = component.load_class().from_pretrained(folder)
+        tokenizer.processor_files = {file.name: file.read_text() for file in folder.glob("*processor_config.json")}
+        return tokenizer
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UsageError(
             f"{folder}: cannot load the tokenizer: {first_line(error)}; copy or download that folder again"

@@ -86,7 +86,7 @@ class PipelineParts:
         """
         none = dict.fromkeys((*self.family.absent, *self.family.parts))
         pipeline = self.family.pipeline_type()(
-            **{**none, **self.networks, **self.tokenizers, **self.pipeline_options},
+            **{**none, **self.networks, **self.family.for_pipeline(self.tokenizers), **self.pipeline_options},
             scheduler=self.family.sampling_scheduler(self.components["scheduler"], scheduler),
         )
         pipeline.set_progress_bar_config(disable=True)
@@ -104,7 +104,7 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
     for name in family.text_encoders:
         part = family.parts[family.tokenizer_of(name)]
         tokenizer = (
-            Component(part.library, part.classes[0])
+            Component(part.library, part.loads or part.classes[0])
             .load_class()
             .from_pretrained(TINY_TOKENIZER, model_max_length=architecture.length_of(name))
         )
@@ -193,6 +193,8 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
     folder.mkdir(parents=True, exist_ok=True)
     for name, tokenizer in parts.tokenizers.items():
         tokenizer.save_pretrained(folder / name)
+        for file, content in getattr(tokenizer, "processor_files", {}).items():
+            (folder / name / file).write_text(content)
     index: dict[str, Any] = {"_class_name": parts.pipeline_class, "_diffusers_version": version("diffusers")}
     index |= dict.fromkeys((*family.absent, *family.parts), [None, None])
     index |= {name: family.parts[name].record_of(tokenizer) for name, tokenizer in parts.tokenizers.items()}

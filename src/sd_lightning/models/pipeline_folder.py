@@ -52,7 +52,7 @@ def find_configs(name: str | Path, *, revision: str | None) -> Path:
     def download(repository: str) -> str:
         from huggingface_hub import snapshot_download
 
-        patterns = ["model_index.json", "*/*config.json", "scheduler/*.json", "tokenizer*/*"]
+        patterns = ["model_index.json", "*/*config.json", "scheduler/*.json", "tokenizer*/*", "processor/*"]
         return snapshot_download(repository, revision=revision, allow_patterns=patterns)
 
     return _find(name, download)
@@ -116,7 +116,7 @@ def read_component(index: Mapping[str, Any], name: str, family: Family, root: Pa
         )
     if not (root / name).is_dir():
         raise UsageError(f"{root}: model_index.json names {name}/, which is missing; copy the whole pipeline")
-    return Component(library, class_name)
+    return Component(library, part.loads or class_name)
 
 
 def check_part(folder: Path) -> None:

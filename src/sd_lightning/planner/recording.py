@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -83,8 +83,12 @@ class _Recorder(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func):
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        devices = {each.device.type for each in tensors} or {getattr(kwargs.get("device"), "type", "meta")}
+        if _is_view(func) or devices == {"cpu"}:  # what a network counts on the host has values
             return func(*args, **kwargs)
+        if len(devices) > 1:  # indices, too; kernels of the meta device want them there
+            args = tree_map_only(Tensor, lambda each: each.to("meta") if each.dtype == torch.int64 else each, args)
         if self._adds_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
         is_mutable = func._schema.is_mutable

@@ -17,6 +17,7 @@ from sd_lightning.models.families.flux2 import Flux2Klein
 from sd_lightning.models.families.inpainting_and_depth import DepthToImage, Inpainting
 from sd_lightning.models.families.krea2 import Krea2
 from sd_lightning.models.families.qwen_image import QwenImage
+from sd_lightning.models.families.qwen_image21 import QwenImage21
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.sdxl import SDXL
 from sd_lightning.models.families.stable_diffusion import StableDiffusion
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         Flux2Klein(),
         ZImage(),
         QwenImage(),
+        QwenImage21(),
         Krea2(),
     )
 }

@@ -76,6 +76,8 @@ class Part:
     library: str
     classes: tuple[str, ...]
     """Allowed class names; tokenizers that ship with the package are of the first."""
+    loads: str | None = None
+    """Class that reads the files instead: of a processor, the tokenizer alone."""
 
     def record_of(self, tokenizer: Any) -> tuple[str, str]:
         """Return library and class of a tokenizer, as in ``model_index.json``."""

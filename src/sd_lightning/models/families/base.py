@@ -103,7 +103,8 @@ class Family(ABC):
     @cached_property
     def networks(self) -> tuple[str, ...]:
         """Names of all networks."""
-        return tuple(name for name in self.parts if not name.startswith(("tokenizer", "feature_extractor")))
+        others = {"feature_extractor", *map(self.tokenizer_of, self.text_encoders)}
+        return tuple(name for name in self.parts if name not in others)
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -197,6 +198,10 @@ class Family(ABC):
             if self.has_attention_masks:
                 found[f"{name}{MASK}"] = made.attention_mask
         return found
+
+    def for_pipeline(self, tokenizers: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the pipeline takes for the tokenizers."""
+        return tokenizers
 
     @abstractmethod
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:

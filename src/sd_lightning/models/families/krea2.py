@@ -37,7 +37,13 @@ _LAYERS = {
     "attn.to_gate": "attn.gate",
     **{f"ff.{part}": f"mlp.{part}" for part in ("gate", "up", "down")},
 }
-_OURS = ("img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "text_fusion.projector")
+_OURS: tuple[str, ...] = (
+    "img_in",
+    "time_embed.linear_1",
+    "time_embed.linear_2",
+    "time_mod_proj",
+    "text_fusion.projector",
+)
 _OURS += ("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear")
 _THEIRS = ("first", "tmlp.0", "tmlp.2", "tproj.1", "txtfusion.projector", "txtmlp.1", "txtmlp.3", "last.linear")
 _BLOCKS = {"transformer_blocks": "blocks"}

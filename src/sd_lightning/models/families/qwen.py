@@ -51,32 +51,35 @@ class QwenFamily(ChatFamily):
     """Base of a family with the VAE of Qwen-Image and its text around captions; a mask hides padding."""
 
     masks_padding = True
-    chat_template = None
+    chat_template: str | None = None
     max_sequence_length = 512 + PREFIX_TOKENS
+    prefix, suffix, prefix_tokens = PREFIX, SUFFIX, PREFIX_TOKENS
+    words = r"<\|\w+\|>| ?\w+|."
+    """Tokens of the text around captions, as the published tokenizer has them."""
 
     def adapt(self, tokenizer: Any) -> None:
         """Make the text around captions as many tokens as in the published tokenizer: words, marks and newlines."""
         from tokenizers import AddedToken
 
-        words = dict.fromkeys(re.findall(r"<\|\w+\|>| ?\w+|.", PREFIX + SUFFIX, re.DOTALL))
+        words = dict.fromkeys(re.findall(self.words, self.prefix + self.suffix, re.DOTALL))
         tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
         tokenizer.backend_tokenizer.post_processor = None  # it would add a first and a last token
 
     # Captions
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
-        return [PREFIX + caption + SUFFIX for caption in captions]
+        return [self.prefix + caption + self.suffix for caption in captions]
 
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
         """Return token ids (B, 34 + L) with those of :data:`PREFIX`, and a mask (B, L) of the others."""
         found = super().tokenize(tokenizers, captions)
-        return {name: each[:, PREFIX_TOKENS:] if name.endswith(MASK) else each for name, each in found.items()}
+        return {name: each[:, self.prefix_tokens :] if name.endswith(MASK) else each for name, each in found.items()}
 
     def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return all hidden states (B, L, D) after :data:`PREFIX`."""
         mask = f"text_encoder{MASK}"
-        whole = {**input_ids, mask: F.pad(input_ids[mask], (PREFIX_TOKENS, 0), value=1)}
-        return tuple(each[:, PREFIX_TOKENS:] for each in super().hidden_states(text_encoders, whole))
+        whole = {**input_ids, mask: F.pad(input_ids[mask], (self.prefix_tokens, 0), value=1)}
+        return tuple(each[:, self.prefix_tokens :] for each in super().hidden_states(text_encoders, whole))
 
     # Pixels: an image is a film of one frame.
 

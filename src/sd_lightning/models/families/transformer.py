@@ -115,7 +115,8 @@ class TransformerFamily(Family):
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""
         encoders = {name: each for name in self.text_encoders if (each := getattr(pipeline, name)) is not None}
-        tokenizers = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
+        parts = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
+        tokenizers = {name: getattr(part, "tokenizer", part) for name, part in parts.items()}
         device = next(iter(encoders.values())).device
         ids = map_conditioning(self.tokenize(tokenizers, captions), lambda t: t.to(device))
         embeddings = self.embed(encoders, ids)
@@ -164,6 +165,10 @@ class ChatFamily(TransformerFamily):
         options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": self.enable_thinking}
         return [tokenizer.apply_chat_template([{"role": "user", "content": each}], **options) for each in captions]
 
+    def unread(self, mask: Tensor) -> Any:
+        """Return a mask (B, L) in a form of which the text encoder reads no values, nothing masked."""
+        return {"full_attention": None}
+
     def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return all hidden states (B, L, D) of a chat model, without the logits that its last layer would make.
 
@@ -174,7 +179,7 @@ class ChatFamily(TransformerFamily):
             input_ids: From :meth:`tokenize`; on the meta device, which has no values, nothing is masked.
         """
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
-        attended = {"full_attention": None} if mask.is_meta else mask  # transformers would look at the mask's values
+        attended = self.unread(mask) if mask.is_meta else mask  # transformers would look at the mask's values
         options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
         output = text_encoders["text_encoder"].get_decoder()(ids, **options)
         states: tuple[Tensor, ...] = output.hidden_states

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Architecture, Component, Part, shipped_architectures
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import Encode, LatentSpace, Normal, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames
@@ -55,8 +55,6 @@ class Family(ABC):
     """Those that are read from ``model_index.json``, each with its value for files that do not have it."""
     block_classes: tuple[str, ...] = ()
     """Class names of the repeated blocks of the denoiser and the text encoders."""
-    architectures: Mapping[str, Architecture] = {}
-    """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
     optional: tuple[str, ...] = ()
@@ -92,6 +90,12 @@ class Family(ABC):
     """Channels that the denoiser takes beside noisy latents, made of the image in each step: a mask, a depth map."""
     drawn_from: tuple[str, ...] = ()
     """Pictures that :meth:`draw` may begin with, all of them or none: "image", "mask"."""
+
+    @cached_property
+    def architectures(self) -> Mapping[str, Architecture]:
+        """Architectures by their ``model=`` name: those that ship for the pipeline class. A subclass may set others."""
+        known = shipped_architectures().items()
+        return {name: each for name, each in known if each.pipeline_class == self.pipeline_class}
 
     # Parts
 

@@ -50,10 +50,7 @@ class Component:
                 torch.manual_seed(seed)
                 return self.instantiate()
         cls = self.load_class()
-        network: nn.Module = (
-            cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
-        )
-        return network
+        return cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
 
     def saved_config(self) -> dict[str, Any]:
         """Return the JSON content of the configuration file."""

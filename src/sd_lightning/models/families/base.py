@@ -311,8 +311,7 @@ class Family(ABC):
 
         The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
-        moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
-        return moments
+        return vae.encode(pixel_values).latent_dist.parameters
 
     def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return the :attr:`image_channels` (B, N, h, w) that the denoiser takes of images; the default has none.
@@ -339,8 +338,7 @@ class Family(ABC):
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Return the images (B, 3, H, W) of the VAE's own latents, from :meth:`LatentSpace.decodable`."""
-        images: Tensor = vae.decode(latents).sample
-        return images
+        return vae.decode(latents).sample
 
     def image_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
@@ -443,14 +441,13 @@ class Family(ABC):
             **options: ``num_inference_steps``, ``guidance_scale``, ``height``, ``width``; the pictures of
                 :attr:`drawn_from`, and with them ``strength``, the share of the steps to take, in (0, 1].
         """
-        images: list[Image.Image] = pipeline(
+        return pipeline(
             prompt=list(prompts),
             # None, not "": some pipelines have a special embedding for no negative prompt.
             negative_prompt=[negative_prompt] * len(prompts) if negative_prompt else None,
             generator=generators,
             **options,
         ).images
-        return images
 
     # Files
 

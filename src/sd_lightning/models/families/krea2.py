@@ -19,12 +19,7 @@ from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.qwen import FILM_VAE, PREFIX_TOKENS, SUFFIX, QwenFamily
-from sd_lightning.models.families.transformer import (
-    CHAT_TOKENIZER,
-    image_positions,
-    to_latents,
-    to_tokens,
-)
+from sd_lightning.models.families.transformer import CHAT_TOKENIZER, image_positions, to_latents, to_tokens
 
 SELECT_LAYERS = tuple(range(2, 36, 3))
 """The text encoder's hidden states that are the denoiser's input, where ``model_index.json`` names none."""

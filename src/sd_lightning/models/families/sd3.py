@@ -92,8 +92,7 @@ class StableDiffusion3(TransformerFamily):
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
         text = {**conditioning, "encoder_hidden_states": _filled(conditioning["encoder_hidden_states"], denoiser)}
-        made: Tensor = denoiser(noisy_latents, timestep=timesteps.expand(len(noisy_latents)), **text).sample
-        return made
+        return denoiser(noisy_latents, timestep=timesteps.expand(len(noisy_latents)), **text).sample
 
 
 def _filled(hidden: Tensor, denoiser: Any) -> Tensor:

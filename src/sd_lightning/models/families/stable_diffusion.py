@@ -36,8 +36,7 @@ class UNetFamily(Family):
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
-        prediction: Tensor = denoiser(noisy_latents, timesteps, **conditioning).sample
-        return prediction
+        return denoiser(noisy_latents, timesteps, **conditioning).sample
 
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether it has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""

@@ -113,8 +113,7 @@ class TransformerFamily(Family):
         configs = {name: Component("diffusers", "", dict(getattr(pipeline, name).config)) for name in parts}
         side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
         size = {name: options.pop(name) or side for name in ("height", "width")}
-        images: list[Image.Image] = pipeline(**given, generator=generators, **size, **options).images
-        return images
+        return pipeline(**given, generator=generators, **size, **options).images
 
 
 class ChatFamily(TransformerFamily):
@@ -152,6 +151,4 @@ class ChatFamily(TransformerFamily):
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
         attended = self.unread(mask) if mask.is_meta else mask  # transformers would look at the mask's values
         options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
-        output = text_encoders["text_encoder"].get_decoder()(ids, **options)
-        states: tuple[Tensor, ...] = output.hidden_states
-        return states
+        return text_encoders["text_encoder"].get_decoder()(ids, **options).hidden_states

@@ -76,9 +76,6 @@ class Flux1(TransformerFamily):
     def embeds_guidance(self, denoiser_config: Mapping[str, Any]) -> bool:
         return bool(denoiser_config.get("guidance_embeds"))
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return T5's last hidden state, ``encoder_hidden_states`` (B, L, D), and CLIP's ``pooled_projections``."""
         pooled = text_encoders["text_encoder"](input_ids["text_encoder"]).pooler_output

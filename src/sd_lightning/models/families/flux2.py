@@ -76,6 +76,9 @@ class Flux2Klein(ChatFamily):
             scale=(vae.bn.running_var.float() + config["batch_norm_eps"]).rsqrt(),
         )
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width
+
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
         states = self.hidden_states(text_encoders, input_ids)

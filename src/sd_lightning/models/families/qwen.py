@@ -95,6 +95,3 @@ class QwenFamily(ChatFamily):
             yield
         finally:
             vae.use_tiling = before
-
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2

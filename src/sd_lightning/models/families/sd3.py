@@ -65,9 +65,6 @@ class StableDiffusion3(TransformerFamily):
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["pos_embed_max_size"]) * self.size_multiple(vae_config)
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Encode captions as in section 4 of the paper. T5 reads padding too, as in the pipeline.
 

@@ -74,6 +74,9 @@ class TransformerFamily(Family):
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         return vae_factor(vae_config) * self.patch_size
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.patch_size**2
+
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether it is the scheduler that the pipelines give their own sigmas to."""
         return type(scheduler).__name__ == FLOW_EULER

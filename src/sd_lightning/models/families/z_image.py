@@ -57,9 +57,6 @@ class ZImage(ChatFamily):
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
         return int(min(denoiser_config["axes_lens"][1:])) * self.size_multiple(vae_config)
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
         feats = zip(conditioning["cap_feats"], lengths, strict=True)

@@ -1,4 +1,4 @@
-"""What Qwen-Image and Krea 2 share: the VAE, the text around captions, and text encoders that also see.
+"""What Qwen-Image and Krea 2 share: the VAE, and the text around captions.
 
 The VAE is one of films (Wan 2.1, arXiv 2503.20314, with a decoder for images: arXiv 2508.02324, section 2.3).
 """

@@ -137,5 +137,6 @@ class Flux1(TransformerFamily):
             },
             scheduler=flow_euler(shift=3.0, use_dynamic_shifting=True),
             max_length={"text_encoder": 77, "text_encoder_2": 512},
+            licence="FLUX.1 [dev] Non-Commercial",
         ),
     }

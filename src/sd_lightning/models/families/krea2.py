@@ -169,5 +169,6 @@ class Krea2(QwenFamily):
             },
             scheduler=flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400),
             max_length=512 + PREFIX_TOKENS,
+            licence="Krea 2, free under $1M revenue",
         ),
     }

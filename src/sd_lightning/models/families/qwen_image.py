@@ -119,5 +119,6 @@ class QwenImage(QwenFamily):
             },
             scheduler=flow_euler(use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02),
             max_length=512 + PREFIX_TOKENS,
+            licence="Apache 2.0",
         ),
     }

@@ -180,7 +180,7 @@ class QwenImage21(QwenImage):
 
     architectures = {
         "tiny_qwen_image_21": Architecture(pipeline_class, TINY, FLOW, 20 + PREFIX_TOKENS, 1.0, True, "rgba_vae"),
-        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTED, 512 + PREFIX_TOKENS),
+        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTED, 512 + PREFIX_TOKENS, licence="Qwen Research"),
     }
 
 

@@ -55,7 +55,8 @@ def _published(denoiser: Component) -> Architecture:
         "text_encoder_3": t5_xxl(),
     }
     lengths = {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": T5_LENGTH}
-    return Architecture("StableDiffusion3Pipeline", networks, flow_euler(shift=3.0), max_length=lengths)
+    licence = "Stability Community, free under $1M revenue"
+    return Architecture("StableDiffusion3Pipeline", networks, flow_euler(shift=3.0), lengths, licence=licence)
 
 
 class StableDiffusion3(TransformerFamily):

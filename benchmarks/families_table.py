@@ -123,7 +123,7 @@ def fact_rows() -> Iterator[list[str]]:
                 f"`{repository[1]}`" if repository else "–",
                 guidance,
                 f"{lengths} tokens, {'padding left out' if family.masks_padding else 'padding read'}",
-                "yes" if family.trains_text_encoders else "no",
+                ", ".join(f"`{part}`" for part in family.trainable if part != family.denoiser) or "no",
             ]
 
 

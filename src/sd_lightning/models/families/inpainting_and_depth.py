@@ -52,7 +52,7 @@ def _blank(pipeline: Any, options: Mapping[str, Any], color: str) -> Image.Image
 
 
 class _WithImageChannels(StableDiffusion):
-    """Base of both.
+    """Base of inpainting and depth: what is made of images goes beside noisy latents, (B, C + N, h, w).
 
     Pictures to begin with are given to the pipeline once per prompt: each then has its own noise in being encoded.
     """

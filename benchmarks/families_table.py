@@ -5,7 +5,7 @@
 
 A test that holds a capability of a family has the mark `holds(*capabilities, of=architecture)`. Without `of`, the
 family is that of the architecture among the test's parameters. The mark "strategies" is for tests whose parameter
-`name` is a strategy. Tests are collected, not run.
+`name` is a strategy, or `names` are some. Tests are collected, not run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Collector:
                 raise ValueError(f"{item.nodeid}: {mark}; expected known capabilities, and an architecture")
             for pipeline_class in classes:
                 for capability in mark.args:
-                    name = params["name"] if capability == "strategies" else capability
-                    known = self.held[pipeline_class]
-                    known[name] = min(known.get(name, suite), suite)
+                    strategies = params["names"] if "names" in params else [params["name"]]
+                    for name in strategies if capability == "strategies" else [capability]:
+                        known = self.held[pipeline_class]
+                        known[name] = min(known.get(name, suite), suite)
 
 
 def _classes(values: Any) -> set[str]:

@@ -117,6 +117,7 @@ def test_a_mask_of_another_size_is_refused(family: str, capfd: pytest.CaptureFix
     refuse(f"generate run=run {DRAW} image=image.png mask=large.png", words, Path("."), capfd)
 
 
+@pytest.mark.full("quality")
 def test_digits_are_learned_from_captions_and_around_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_pictures()

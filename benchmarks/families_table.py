@@ -46,9 +46,11 @@ class Collector:
                 raise ValueError(f"{item.nodeid}: {mark}; expected known capabilities, and an architecture")
             for pipeline_class in classes:
                 for capability in mark.args:
-                    strategies = params["names"] if "names" in params else [params["name"]]
-                    for name in strategies if capability == "strategies" else [capability]:
-                        known = self.held[pipeline_class]
+                    names = [capability]
+                    if capability == "strategies":
+                        names = params["names"] if "names" in params else [params["name"]]
+                    known = self.held[pipeline_class]
+                    for name in names:
                         known[name] = min(known.get(name, suite), suite)
 
 
@@ -116,6 +118,9 @@ def fact_rows() -> Iterator[list[str]]:
             guidance = (
                 "cond + s·(cond − uncond), s > 0" if family.no_guidance == 0 else "uncond + s·(cond − uncond), s > 1"
             )
+            if family.embeds_guidance(each.networks[family.denoiser].config):
+                guidance = "s is an input of the denoiser"
+            trained = [f"`{network}`" for network in family.trainable if network != family.denoiser]
             lengths = each.max_length if isinstance(each.max_length, int) else max(each.max_length.values())
             yield [
                 f"`{name}`",
@@ -124,7 +129,7 @@ def fact_rows() -> Iterator[list[str]]:
                 f"`{repository[1]}`" if repository else "–",
                 guidance,
                 f"{lengths} tokens, {'padding left out' if family.masks_padding else 'padding read'}",
-                "yes" if family.trains_text_encoders else "no",
+                ", ".join(trained) if family.frozen and trained else "all" if trained else "none",
             ]
 
 

@@ -45,6 +45,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield request.param
 
 
+@pytest.mark.holds("full", "int8")
 def test_an_exported_run_draws_with_diffusers_what_generate_draws(family: str) -> None:
     assert call("export run=run output_dir=exported") == 0
     assert call(f"generate run=run {DRAW} {INPUTS[family]} seed=3 output_dir=drawn") == 0
@@ -74,7 +75,8 @@ def test_a_training_is_planned(family: str, capsys: pytest.CaptureFixture[str]) 
     assert "at 512 x 512" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("trainable", ["full", "lora"])
+@pytest.mark.holds("DreamBooth")
+@pytest.mark.parametrize("trainable", ["full", pytest.param("lora", marks=pytest.mark.holds("LoRA"))])
 def test_dreambooth_trains_with_pictures_of_the_class(family: str, trainable: str) -> None:
     Path("photos").mkdir(exist_ok=True)
     for index in range(3):

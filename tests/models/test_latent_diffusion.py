@@ -22,6 +22,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models import families
 from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture, sampling
+from sd_lightning.models.families.architecture import shipped_architectures
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.latent_diffusion import load_model
@@ -476,6 +477,11 @@ def test_the_licence_is_said_once_when_published_weights_are_loaded(
         load_model(architecture="tiny", pretrained=str(tmp_path))
         assert ("licence" in caplog.text) is (rank == "0")
     assert caplog.text.count("model=tiny: the licence of the published weights is Some Licence") == 1
+
+
+def test_every_shipped_architecture_has_a_family() -> None:
+    known = [name for family in families.FAMILIES.values() for name in family.architectures]
+    assert sorted(known) == sorted(shipped_architectures()) and {"tiny", "sd15"} <= {*known}
 
 
 def test_every_published_architecture_has_a_licence() -> None:

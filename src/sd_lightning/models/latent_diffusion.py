@@ -205,8 +205,7 @@ class LatentDiffusion(PipelineParts):
             scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
         """
         self.check_is_read("pipeline")
-        pipeline: DiffusionPipeline = super().pipeline(scheduler=scheduler)
-        return pipeline
+        return super().pipeline(scheduler=scheduler)
 
     def sampling_scheduler(self, name: str | None = None) -> Any:
         """Build the sampling scheduler: the model's own, or the one named; see :meth:`Family.sampling_scheduler`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,10 +50,7 @@ class Component:
                 torch.manual_seed(seed)
                 return self.instantiate()
         cls = self.load_class()
-        network: nn.Module = (
-            cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
-        )
-        return network
+        return cls(cls.config_class(**self.config)) if self.is_of_transformers else cls.from_config(dict(self.config))
 
     def saved_config(self) -> dict[str, Any]:
         """Return the JSON content of the configuration file."""
@@ -108,3 +108,15 @@ class Architecture:
     def length_of(self, text_encoder: str) -> int:
         """Return the number of tokens per caption of a text encoder."""
         return self.max_length if isinstance(self.max_length, int) else self.max_length[text_encoder]
+
+
+@functools.cache
+def shipped_architectures() -> dict[str, Architecture]:
+    """Return the architectures of ``models/architectures/`` by the names of their files, tiny ones first."""
+    files = sorted(Path(__file__).parents[1].glob("architectures/*.json"))
+    read = {file.stem: Architecture(**json.loads(file.read_text(), object_hook=_components)) for file in files}
+    return dict(sorted(read.items(), key=lambda item: not item[1].is_tiny))
+
+
+def _components(content: dict[str, Any]) -> Any:
+    return Component(**content) if "library" in content else content

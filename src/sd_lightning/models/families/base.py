@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Architecture, Component, Part, shipped_architectures
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import Encode, LatentSpace, Normal, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames
@@ -55,8 +55,6 @@ class Family(ABC):
     """Those that are read from ``model_index.json``, each with its value for files that do not have it."""
     block_classes: tuple[str, ...] = ()
     """Class names of the repeated blocks of the denoiser and the text encoders."""
-    architectures: Mapping[str, Architecture] = {}
-    """Architectures by their ``model=`` name."""
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
     optional: tuple[str, ...] = ()
@@ -92,6 +90,12 @@ class Family(ABC):
     """Channels that the denoiser takes beside noisy latents, made of the image in each step: a mask, a depth map."""
     drawn_from: tuple[str, ...] = ()
     """Pictures that :meth:`draw` may begin with, all of them or none: "image", "mask"."""
+
+    @cached_property
+    def architectures(self) -> Mapping[str, Architecture]:
+        """Architectures by their ``model=`` name: those that ship for the pipeline class. A subclass may set others."""
+        known = shipped_architectures().items()
+        return {name: each for name, each in known if each.pipeline_class == self.pipeline_class}
 
     # Parts
 
@@ -307,8 +311,7 @@ class Family(ABC):
 
         The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
-        moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
-        return moments
+        return vae.encode(pixel_values).latent_dist.parameters
 
     def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return the :attr:`image_channels` (B, N, h, w) that the denoiser takes of images; the default has none.
@@ -335,8 +338,7 @@ class Family(ABC):
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Return the images (B, 3, H, W) of the VAE's own latents, from :meth:`LatentSpace.decodable`."""
-        images: Tensor = vae.decode(latents).sample
-        return images
+        return vae.decode(latents).sample
 
     def image_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens that the denoiser makes of latents (h, w), which dynamic noise shifts go by."""
@@ -439,14 +441,13 @@ class Family(ABC):
             **options: ``num_inference_steps``, ``guidance_scale``, ``height``, ``width``; the pictures of
                 :attr:`drawn_from`, and with them ``strength``, the share of the steps to take, in (0, 1].
         """
-        images: list[Image.Image] = pipeline(
+        return pipeline(
             prompt=list(prompts),
             # None, not "": some pipelines have a special embedding for no negative prompt.
             negative_prompt=[negative_prompt] * len(prompts) if negative_prompt else None,
             generator=generators,
             **options,
         ).images
-        return images
 
     # Files
 

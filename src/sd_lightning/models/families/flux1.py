@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, flux_names
-from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, clip, tiny_clip
-from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
+from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, VAE
 from sd_lightning.models.families.transformer import (
+    T5,
+    T5_TOKENIZER,
     TransformerFamily,
-    flow_euler,
     image_positions,
     to_latents,
     to_tokens,
 )
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
 
 _DOUBLE_STREAM = {
     "ff.net.0.proj": "img_mlp.0",
@@ -41,13 +40,6 @@ _SINGLE_STREAM = {
     "norm.linear": "modulation.lin",
 }
 _NAMES = flux_names(_DOUBLE_STREAM, _SINGLE_STREAM)
-
-
-def transformer(heads: int, double: int, single: int, text_width: int, pooled_width: int, **config: Any) -> Component:
-    """Return a denoiser with a number of blocks of either kind, for embeddings of T5 and pooled ones of CLIP."""
-    own = {"num_attention_heads": heads, "num_layers": double, "num_single_layers": single}
-    widths = {"joint_attention_dim": text_width, "pooled_projection_dim": pooled_width}
-    return Component("diffusers", "FluxTransformer2DModel", own | widths | config)
 
 
 class Flux1(TransformerFamily):
@@ -84,9 +76,6 @@ class Flux1(TransformerFamily):
     def embeds_guidance(self, denoiser_config: Mapping[str, Any]) -> bool:
         return bool(denoiser_config.get("guidance_embeds"))
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return T5's last hidden state, ``encoder_hidden_states`` (B, L, D), and CLIP's ``pooled_projections``."""
         pooled = text_encoders["text_encoder"](input_ids["text_encoder"]).pooler_output
@@ -110,32 +99,3 @@ class Flux1(TransformerFamily):
             return_dict=False,
         )[0]
         return to_latents(packed, height, width, size)
-
-    architectures = {
-        "tiny_flux": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    4, 1, 2, 96, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 6, 6]
-                ),
-                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
-                "text_encoder": tiny_clip(32),
-                "text_encoder_2": tiny_t5(96),
-            },
-            scheduler=flow_euler(shift=1.0),
-            max_length={"text_encoder": 8, "text_encoder_2": 16},
-            token_embedding_std=1.0,
-            is_tiny=True,
-        ),
-        "flux1_dev": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(24, 19, 38, 4096, 768, guidance_embeds=True),
-                "vae": vae_16(0.3611, 0.1159),
-                "text_encoder": clip(768, 12, "quick_gelu", 768),
-                "text_encoder_2": t5_xxl(),
-            },
-            scheduler=flow_euler(shift=3.0, use_dynamic_shifting=True),
-            max_length={"text_encoder": 77, "text_encoder_2": 512},
-        ),
-    }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames, flux_names
@@ -20,15 +20,10 @@ from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
     ChatFamily,
-    flow_euler,
     image_positions,
-    qwen3,
-    qwen3_4b,
-    tiny_qwen3,
     to_latents,
     to_tokens,
 )
-from sd_lightning.models.families.vae import TINY_VAE_CONFIG
 
 HIDDEN_STATES = (9, 18, 27)
 """The text encoder's hidden states that are the denoiser's input: ``text_encoder_out_layers`` of the pipeline."""
@@ -41,18 +36,6 @@ _DOUBLE_STREAM = {
 _NAMES = flux_names(_DOUBLE_STREAM, {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"})
 _LORA_NAMES = LoraNames(kohya=_NAMES, comfyui=_NAMES)
 """``Flux2Transformer2DModel``: both have Black Forest Labs' names. musubi-tuner reads adapters in blocks only."""
-
-
-def transformer(heads: int, double_layers: int, single_layers: int, text_width: int, **config: Any) -> Component:
-    """Return a denoiser in the proportions of the published ones."""
-    own = {
-        "num_attention_heads": heads,
-        "num_layers": double_layers,
-        "num_single_layers": single_layers,
-        "joint_attention_dim": len(HIDDEN_STATES) * text_width,
-        "guidance_embeds": False,
-    }
-    return Component("diffusers", "Flux2Transformer2DModel", own | config)
 
 
 class Flux2Klein(ChatFamily):
@@ -93,6 +76,9 @@ class Flux2Klein(ChatFamily):
             scale=(vae.bn.running_var.float() + config["batch_norm_eps"]).rsqrt(),
         )
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width
+
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
         states = self.hidden_states(text_encoders, input_ids)
@@ -117,44 +103,3 @@ class Flux2Klein(ChatFamily):
             return_dict=False,
         )[0]
         return to_latents(packed, height, width, 1)
-
-    scheduler = flow_euler(shift=3.0, use_dynamic_shifting=True)
-    vae = Component("diffusers", "AutoencoderKLFlux2", {"latent_channels": 32, "sample_size": 1024})
-    architectures = {
-        "tiny_klein": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    4, 1, 2, 32, in_channels=16, attention_head_dim=16, axes_dims_rope=[4, 4, 4, 4]
-                ),
-                "vae": Component("diffusers", "AutoencoderKLFlux2", TINY_VAE_CONFIG),
-                "text_encoder": tiny_qwen3(28),
-            },
-            scheduler=flow_euler(shift=1.0),
-            max_length=16,
-            token_embedding_std=1.0,
-            is_tiny=True,
-        ),
-        "klein_4b": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(24, 5, 20, 2560),
-                "vae": vae,
-                "text_encoder": qwen3_4b(),
-            },
-            scheduler=scheduler,
-            max_length=512,
-            licence="Apache 2.0",
-        ),
-        "klein_9b": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(32, 8, 24, 4096),
-                "vae": vae,
-                "text_encoder": qwen3(4096, 36, intermediate_size=12288),
-            },
-            scheduler=scheduler,
-            max_length=512,
-            licence="FLUX Non-Commercial",
-        ),
-    }

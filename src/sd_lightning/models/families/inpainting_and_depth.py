@@ -7,7 +7,6 @@ pipelines: noisy latents, then :attr:`Family.image_channels`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,20 +14,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Component, Part
 from sd_lightning.models.families.base import Layout
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import Encode, Normal, vae_factor
-from sd_lightning.models.families.stable_diffusion import StableDiffusion, ddim
+from sd_lightning.models.families.stable_diffusion import StableDiffusion
 
 WHOLE = 0.25
 """Share of the training images that are masked as a whole, as for a picture from its caption alone."""
-_NECK = {"reassemble_factors": [1, 1, 1, 0.5], "neck_hidden_sizes": [256, 512, 768, 768]}
-_DPT_HYBRID = Component("transformers", "DPTForDepthEstimation", {"is_hybrid": True, **_NECK})
-_TINY_VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-_TINY_NECK = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8], "fusion_hidden_size": 8}
-_TINY_SIZES = {"image_size": 32, "patch_size": 8, "initializer_range": 0.5}  # less gives all images one depth, or none
-_TINY_DPT = Component("transformers", "DPTForDepthEstimation", {**_TINY_VIT, **_TINY_NECK, **_TINY_SIZES})
 
 
 def random_masks(uniform: Normal, height: int, width: int) -> Tensor:
@@ -50,14 +43,6 @@ def random_masks(uniform: Normal, height: int, width: int) -> Tensor:
         for axis, size in enumerate((height, width))
     )
     return (rows.unsqueeze(3) & columns.unsqueeze(2)).any(dim=1, keepdim=True).float()
-
-
-def _architecture(base: str, pipeline_class: str, unet: dict[str, Any], **more: Component) -> Architecture:
-    """Return ``tiny``, or ``sd21`` as Stable Diffusion 2.0 began, with changes of the UNet, and with more networks."""
-    origin = StableDiffusion.architectures[base]
-    more["unet"] = replace(origin.networks["unet"], config=origin.networks["unet"].config | unet)
-    scheduler = origin.scheduler if origin.is_tiny else ddim("epsilon")
-    return replace(origin, pipeline_class=pipeline_class, networks={**origin.networks, **more}, scheduler=scheduler)
 
 
 def _blank(pipeline: Any, options: Mapping[str, Any], color: str) -> Image.Image:
@@ -87,10 +72,6 @@ class Inpainting(_WithImageChannels):
     pipeline_class = "StableDiffusionInpaintPipeline"
     image_channels = 5
     drawn_from = ("image", "mask")
-    architectures = {
-        "tiny_inpainting": _architecture("tiny", pipeline_class, {"in_channels": 9}),
-        "sd2_inpainting": _architecture("sd21", pipeline_class, {"in_channels": 9, "sample_size": 64}),
-    }
 
     def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return a random mask in the size of latents, and the latents of the image, grey where it is hidden."""
@@ -106,7 +87,11 @@ class Inpainting(_WithImageChannels):
 
 
 class DepthToImage(_WithImageChannels):
-    """Depth: images have the depth of others, as a frozen DPT estimates it (Ranftl et al. 2021, 2103.13413)."""
+    """Depth: images have the depth of others, as a frozen DPT estimates it (Ranftl et al. 2021, 2103.13413).
+
+    The large ``initializer_range`` of ``tiny_depth`` is for its random weights: less gives all images one depth, or
+    none.
+    """
 
     pipeline_class = "StableDiffusionDepth2ImgPipeline"
     _DPT = Part("transformers", ("DPTForDepthEstimation",))
@@ -116,12 +101,6 @@ class DepthToImage(_WithImageChannels):
     pipeline_options = {}
     image_channels = 1
     drawn_from = ("image",)
-    architectures = {
-        "tiny_depth": _architecture("tiny", pipeline_class, {"in_channels": 5}, depth_estimator=_TINY_DPT),
-        "sd2_depth": _architecture(
-            "sd21", pipeline_class, {"in_channels": 5, "sample_size": 64}, depth_estimator=_DPT_HYBRID
-        ),
-    }
 
     def processors(self, components: Mapping[str, Component]) -> dict[str, Any]:
         side = components["depth_estimator"].config.get("image_size", 384)  # the default of DPT

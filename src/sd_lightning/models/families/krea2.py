@@ -14,20 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
-from sd_lightning.models.families.qwen import FILM_VAE, PREFIX_TOKENS, SUFFIX, QwenFamily, film_vae, tiny_film_vae
-from sd_lightning.models.families.transformer import (
-    CHAT_TOKENIZER,
-    flow_euler,
-    image_positions,
-    qwen3_4b,
-    tiny_qwen3,
-    to_latents,
-    to_tokens,
-)
+from sd_lightning.models.families.qwen import FILM_VAE, PREFIX_TOKENS, SUFFIX, QwenFamily
+from sd_lightning.models.families.transformer import CHAT_TOKENIZER, image_positions, to_latents, to_tokens
 
 SELECT_LAYERS = tuple(range(2, 36, 3))
 """The text encoder's hidden states that are the denoiser's input, where ``model_index.json`` names none."""
@@ -51,17 +43,6 @@ _BLOCKS |= {f"text_fusion.{each}": f"txtfusion.{each}" for each in ("layerwise_b
 _NAMES = dict(zip(_OURS, _THEIRS, strict=True))
 _NAMES |= {k: v for ours, theirs in _BLOCKS.items() for k, v in block_names(ours, theirs, _LAYERS).items()}
 """Of Krea's reference, which musubi-tuner and ComfyUI have."""
-
-
-def qwen3_vl(text: Component, sections: Sequence[int], **vision: Any) -> Component:
-    """Return a Qwen3-VL with the language model of a Qwen3 (arXiv 2511.21631)."""
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [*sections], "mrope_interleaved": True}
-    config = {
-        "text_config": {**text.config, "max_position_embeddings": 262144, "rope_parameters": rope},
-        "vision_config": {**vision, "out_hidden_size": text.config["hidden_size"]},
-        "tie_word_embeddings": True,
-    }
-    return Component("transformers", "Qwen3VLModel", config)
 
 
 class Krea2(QwenFamily):
@@ -137,37 +118,3 @@ class Krea2(QwenFamily):
             return_dict=False,
         )[0]
         return to_latents(packed, height, width, size)
-
-    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
-    tiny_vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "deepstack_visual_indexes": []}
-    tiny_sizes = {"in_channels": 16, "num_layers": 3, "attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]}
-    tiny_sizes |= {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 170}
-    tiny_sizes |= {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "num_layerwise_text_blocks": 1}
-    tiny_sizes |= {"text_hidden_dim": 32, "text_intermediate_size": 86}
-    architectures = {
-        "tiny_krea2": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": Component("diffusers", "Krea2Transformer2DModel", tiny_sizes),
-                "vae": tiny_film_vae(),
-                "text_encoder": qwen3_vl(
-                    tiny_qwen3(36), (2, 1, 1), num_heads=2, patch_size=2, num_position_embeddings=4, **tiny_vision
-                ),
-            },
-            scheduler=flow_euler(shift=1.0, max_image_seq_len=16),
-            max_length=16 + PREFIX_TOKENS,
-            token_embedding_std=1.0,
-            is_tiny=True,
-            shipped_vae="film_vae",
-        ),
-        "krea2": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": Component("diffusers", "Krea2Transformer2DModel", {"num_attention_heads": 48}),
-                "vae": film_vae(),
-                "text_encoder": qwen3_vl(qwen3_4b(), (24, 20, 20), num_heads=16, **vision),
-            },
-            scheduler=flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400),
-            max_length=512 + PREFIX_TOKENS,
-        ),
-    }

@@ -1,4 +1,4 @@
-"""What Qwen-Image and Krea 2 share: the VAE, the text around captions, and text encoders that also see.
+"""What Qwen-Image and Krea 2 share: the VAE, and the text around captions.
 
 The VAE is one of films (Wan 2.1, arXiv 2503.20314, with a decoder for images: arXiv 2508.02324, section 2.3).
 """
@@ -28,23 +28,6 @@ PREFIX = (
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 PREFIX_TOKENS = 34
 """Of :data:`PREFIX`, whose hidden states are no input of the denoiser: ``prompt_template_encode_start_idx``."""
-
-TINY_STATISTICS = {
-    "latents_mean": [0.5706153512001038, -0.028360925614833832, -1.900916576385498, -0.03764612600207329],
-    "latents_std": [1.2565432786941528, 0.508507490158081, 1.2706142663955688, 1.9317100048065186],
-}
-"""Of the VAE that ships with the package: ``tests/support/make_tiny.py`` measures them."""
-
-
-def film_vae(**config: Any) -> Component:
-    """Return the VAE of the published models."""
-    return Component("diffusers", "AutoencoderKLQwenImage", {"z_dim": 16, "dim_mult": [1, 2, 4, 4]} | config)
-
-
-def tiny_film_vae() -> Component:
-    """Return the one that ships with the package: digits of 32 x 32 pixels, 8 x 8 latents of 4 channels."""
-    small = {"base_dim": 6, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}
-    return film_vae(**small, z_dim=4, **TINY_STATISTICS)
 
 
 class QwenFamily(ChatFamily):
@@ -112,6 +95,3 @@ class QwenFamily(ChatFamily):
             yield
         finally:
             vae.use_tiling = before
-
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2

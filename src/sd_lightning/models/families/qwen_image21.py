@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
 from sd_lightning.models.families.qwen_image import QwenImage
-from sd_lightning.models.families.transformer import flow_euler
 
 SLOT = 2
 """Side of the squares of an image's tokens that are one token of a chat model that sees; they divide images."""
@@ -31,40 +30,6 @@ SEES = {
     "video_preprocessor_config.json": '{"video_processor_type": "Qwen3VLVideoProcessor"}\n',
 }
 """A processor's files beside those of its tokenizer, for models built without files."""
-
-
-def networks(rope: list[int], *configs: dict[str, Any]) -> dict[str, Component]:
-    """Return the networks; Qwen3-VL (arXiv 2511.21631) encodes captions.
-
-    Args:
-        rope: The text encoder's dimensions for each axis of positions.
-        *configs: Of the denoiser, the VAE, and the text encoder's language model and vision tower.
-    """
-    denoiser, vae, text, vision = configs
-    positions = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": rope, "mrope_interleaved": True}
-    encoder = {"text_config": {"rope_parameters": positions} | text, "vision_config": vision}
-    return {
-        "transformer": Component("diffusers", "QwenImage21Transformer2DModel", denoiser),
-        "vae": Component("diffusers", "AutoencoderKLQwenImage21", vae),
-        "text_encoder": Component("transformers", "Qwen3VLForConditionalGeneration", encoder),
-    }
-
-
-TINY = networks(
-    [2, 1, 1],
-    {"num_attention_heads": 6, "attention_head_dim": 16, "num_layers": 4, "axes_dims_rope": [4, 6, 6]}
-    | {"in_channels": 16, "out_channels": 16, "context_in_dim": 32},
-    {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 2, 4, 4, 4], "num_res_blocks": 1}
-    | {"z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16},
-    {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
-)
-SPEAKS = {"vocab_size": 151936, "num_hidden_layers": 36, "num_key_value_heads": 8, "intermediate_size": 12288}
-PUBLISHED = networks(
-    [24, 20, 20], {"num_attention_heads": 32}, {"dim_mult": [1, 2, 4, 8, 8]}, SPEAKS, {"out_hidden_size": 4096}
-)
-FLOW, SHIFTED = flow_euler(shift=1.0, max_image_seq_len=1), QwenImage.architectures["qwen_image"].scheduler
 
 
 class QwenImage21(QwenImage):
@@ -177,11 +142,6 @@ class QwenImage21(QwenImage):
             drawn |= zip(same, images, strict=True)
         pairs = [(Image.new("RGBA", image.size, "white"), image) for _, image in sorted(drawn.items())]
         return [Image.alpha_composite(*pair).convert("RGB") for pair in pairs]
-
-    architectures = {
-        "tiny_qwen_image_21": Architecture(pipeline_class, TINY, FLOW, 20 + PREFIX_TOKENS, 1.0, True, "rgba_vae"),
-        "qwen_image_21": Architecture(pipeline_class, PUBLISHED, SHIFTED, 512 + PREFIX_TOKENS),
-    }
 
 
 class TextProcessor:

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
-from sd_lightning.models.families.stable_diffusion import TOKENIZER, clip, tiny_clip
-from sd_lightning.models.families.t5 import T5, T5_TOKENIZER, t5_xxl, tiny_t5
-from sd_lightning.models.families.transformer import TransformerFamily, flow_euler
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
+from sd_lightning.models.families.stable_diffusion import TOKENIZER, VAE
+from sd_lightning.models.families.transformer import T5, T5_TOKENIZER, TransformerFamily
 
 CLIP = "CLIPTextModelWithProjection"
 T5_LENGTH = 256
@@ -37,25 +35,6 @@ _LAYERS = {
 }
 _NAMES = block_names("transformer_blocks", "joint_blocks", _LAYERS)
 """``SD3Transformer2DModel``: sd-scripts and ComfyUI have Stability AI's names."""
-
-
-def transformer(layers: int, heads: int, **config: Any) -> Component:
-    """Return a denoiser, with diffusers' defaults for what is not given."""
-    own = {"num_layers": layers, "num_attention_heads": heads, "qk_norm": "rms_norm"}
-    return Component("diffusers", "SD3Transformer2DModel", own | config)
-
-
-def _published(denoiser: Component) -> Architecture:
-    """Return a denoiser with the parts that both published models have."""
-    networks = {
-        "transformer": denoiser,
-        "vae": vae_16(1.5305, 0.0609),
-        "text_encoder": clip(768, 12, "quick_gelu", 768, class_name=CLIP),
-        "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name=CLIP),
-        "text_encoder_3": t5_xxl(),
-    }
-    lengths = {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": T5_LENGTH}
-    return Architecture("StableDiffusion3Pipeline", networks, flow_euler(shift=3.0), max_length=lengths)
 
 
 class StableDiffusion3(TransformerFamily):
@@ -86,9 +65,6 @@ class StableDiffusion3(TransformerFamily):
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["pos_embed_max_size"]) * self.size_multiple(vae_config)
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Encode captions as in section 4 of the paper. T5 reads padding too, as in the pipeline.
 
@@ -113,40 +89,7 @@ class StableDiffusion3(TransformerFamily):
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
         text = {**conditioning, "encoder_hidden_states": _filled(conditioning["encoder_hidden_states"], denoiser)}
-        made: Tensor = denoiser(noisy_latents, timestep=timesteps.expand(len(noisy_latents)), **text).sample
-        return made
-
-    architectures = {
-        "tiny_sd3": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": transformer(
-                    *(3, 4),
-                    sample_size=16,
-                    pos_embed_max_size=16,
-                    in_channels=4,
-                    out_channels=4,
-                    attention_head_dim=16,
-                    caption_projection_dim=64,
-                    dual_attention_layers=[0],
-                    joint_attention_dim=96,
-                    pooled_projection_dim=48,
-                ),
-                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
-                "text_encoder": tiny_clip(32, class_name=CLIP, projection_dim=16),
-                "text_encoder_2": tiny_clip(32, class_name=CLIP, projection_dim=32),
-                "text_encoder_3": tiny_t5(96),
-            },
-            scheduler=flow_euler(shift=1.0),
-            max_length={"text_encoder": 8, "text_encoder_2": 8, "text_encoder_3": 16},
-            token_embedding_std=1.0,
-            is_tiny=True,
-        ),
-        "sd35_medium": _published(
-            transformer(24, 24, caption_projection_dim=1536, pos_embed_max_size=384, dual_attention_layers=[*range(13)])
-        ),
-        "sd35_large": _published(transformer(38, 38, caption_projection_dim=2432, pos_embed_max_size=192)),
-    }
+        return denoiser(noisy_latents, timestep=timesteps.expand(len(noisy_latents)), **text).sample
 
 
 def _filled(hidden: Tensor, denoiser: Any) -> Tensor:

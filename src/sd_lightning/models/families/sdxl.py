@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component
+from sd_lightning.models.families.architecture import Component
 from sd_lightning.models.families.base import SIZES, Layout
 from sd_lightning.models.families.conditioning import Conditioning
-from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, TOKENIZER, UNET, UNetFamily, clip, unet
-from sd_lightning.models.families.vae import VAE, vae
+from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, UNET, VAE, UNetFamily
 
 
 class SDXL(UNetFamily):
@@ -61,33 +60,3 @@ class SDXL(UNetFamily):
 
     def single_file_layout(self, components: Mapping[str, Component]) -> Layout | None:
         return "xl"
-
-    architectures = {
-        "sdxl": Architecture(
-            pipeline_class,
-            networks={
-                "unet": unet(
-                    sample_size=128,
-                    attention_head_dim=[5, 10, 20],
-                    block_out_channels=[320, 640, 1280],
-                    down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-                    up_block_types=["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-                    transformer_layers_per_block=[1, 2, 10],
-                    cross_attention_dim=2048,
-                    use_linear_projection=True,
-                    addition_embed_type="text_time",
-                    addition_time_embed_dim=256,
-                    projection_class_embeddings_input_dim=2816,
-                ),
-                "vae": vae(sample_size=1024, scaling_factor=0.13025, force_upcast=True),
-                "text_encoder": clip(768, 12, "quick_gelu", 768),
-                "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name="CLIPTextModelWithProjection"),
-            },
-            scheduler=Component(
-                "diffusers",
-                "EulerDiscreteScheduler",
-                {**BETAS, "prediction_type": "epsilon", "timestep_spacing": "leading", "steps_offset": 1},
-            ),
-            licence="CreativeML Open RAIL++-M",
-        )
-    }

@@ -12,49 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Component, Part
 from sd_lightning.models.families.base import Family, Layout
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
+VAE = Part("diffusers", ("AutoencoderKL",))
 CLIP = Part("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection"))
 TOKENIZER = Part("transformers", ("CLIPTokenizer", "CLIPTokenizerFast"))
-BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-
-
-def unet(**config: Any) -> Component:
-    """Return a UNet, with diffusers' defaults for what is not given."""
-    return Component("diffusers", "UNet2DConditionModel", config)
-
-
-def clip(width: int, layers: int, activation: str, projection: int, *, class_name: str = "CLIPTextModel") -> Component:
-    """Return a text encoder in the proportions of the published ones: attention heads of 64 channels, 77 tokens."""
-    config = {
-        "vocab_size": 49408,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "max_position_embeddings": 77,
-        "hidden_act": activation,
-        "projection_dim": projection,
-    }
-    return Component("transformers", class_name, config)
-
-
-def tiny_clip(width: int, *, class_name: str = "CLIPTextModel", **config: Any) -> Component:
-    """Return the text encoder of the tiny models: 8 tokens."""
-    own = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8}
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width}
-    return Component("transformers", class_name, {**sizes, **own, **config})
-
-
-def ddim(prediction_type: str) -> Component:
-    """Return the sampling scheduler of Stable Diffusion 1.5 and 2.1."""
-    own = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
-    return Component("diffusers", "DDIMScheduler", {**BETAS, "prediction_type": prediction_type, **own})
 
 
 class UNetFamily(Family):
@@ -70,8 +36,7 @@ class UNetFamily(Family):
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
-        prediction: Tensor = denoiser(noisy_latents, timesteps, **conditioning).sample
-        return prediction
+        return denoiser(noisy_latents, timesteps, **conditioning).sample
 
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether it has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
@@ -97,58 +62,3 @@ class StableDiffusion(UNetFamily):
         """Return v1 for CLIP (``quick_gelu``), v2 for OpenCLIP (``gelu``)."""
         layouts: dict[str, Layout] = {"quick_gelu": "v1", "gelu": "v2"}
         return layouts.get(components["text_encoder"].config.get("hidden_act", "quick_gelu"))
-
-    architectures = {
-        "tiny": Architecture(
-            pipeline_class,
-            networks={
-                "unet": unet(
-                    sample_size=8,
-                    in_channels=4,
-                    out_channels=4,
-                    layers_per_block=1,
-                    block_out_channels=[32, 64],
-                    norm_num_groups=16,
-                    cross_attention_dim=64,
-                    attention_head_dim=4,
-                    down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
-                    up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
-                ),
-                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING),
-                "text_encoder": tiny_clip(64),
-            },
-            scheduler=Component(
-                "diffusers",
-                "DPMSolverMultistepScheduler",
-                {**BETAS, "prediction_type": "v_prediction", "steps_offset": 1},
-            ),
-            max_length=8,
-            token_embedding_std=1.0,
-            is_tiny=True,
-        ),
-        "sd15": Architecture(
-            pipeline_class,
-            networks={
-                "unet": unet(sample_size=64, attention_head_dim=8, cross_attention_dim=768),
-                "vae": vae(sample_size=512, scaling_factor=0.18215),
-                "text_encoder": clip(768, 12, "quick_gelu", 768),
-            },
-            scheduler=ddim("epsilon"),
-            licence="CreativeML Open RAIL-M",
-        ),
-        "sd21": Architecture(
-            pipeline_class,
-            networks={
-                "unet": unet(
-                    sample_size=96,
-                    attention_head_dim=[5, 10, 20, 20],
-                    cross_attention_dim=1024,
-                    use_linear_projection=True,
-                ),
-                "vae": vae(sample_size=768, scaling_factor=0.18215),
-                "text_encoder": clip(1024, 23, "gelu", 512),
-            },
-            scheduler=ddim("v_prediction"),
-            licence="CreativeML Open RAIL++-M",
-        ),
-    }

@@ -19,39 +19,10 @@ if TYPE_CHECKING:
 
 CHAT_TOKENIZER = Part("transformers", ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"))
 QWEN3 = Part("transformers", ("Qwen3ForCausalLM", "Qwen3Model"))
+T5 = Part("transformers", ("T5EncoderModel",))
+T5_TOKENIZER = Part("transformers", ("PreTrainedTokenizerFast", "T5TokenizerFast", "T5Tokenizer"))
+"""The shipped tokenizer is no unigram model, which the others are."""
 FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
-
-
-def flow_euler(**config: Any) -> Component:
-    """Return the sampling scheduler of flow matching, with diffusers' defaults for what is not given."""
-    return Component("diffusers", FLOW_EULER, config)
-
-
-def qwen3(width: int, layers: int, *, class_name: str = "Qwen3ForCausalLM", **config: Any) -> Component:
-    """Return a Qwen3 text encoder in the proportions of the published 4B and 8B ones (arXiv 2505.09388)."""
-    own = {
-        "vocab_size": 151936,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    }
-    return Component("transformers", class_name, own | config)
-
-
-def qwen3_4b(**options: Any) -> Component:
-    """Return the 4B text encoder; see :func:`qwen3`."""
-    return qwen3(2560, 36, intermediate_size=9728, tie_word_embeddings=True, **options)
-
-
-def tiny_qwen3(layers: int, *, class_name: str = "Qwen3ForCausalLM") -> Component:
-    """Return the text encoder of the tiny models: 32 channels, and the shipped tokenizer's vocabulary."""
-    config = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    component = qwen3(32, layers, class_name=class_name, tie_word_embeddings=True, **config)
-    return Component("transformers", class_name, {k: v for k, v in component.config.items() if k != "vocab_size"})
 
 
 def to_tokens(latents: Tensor, size: int) -> Tensor:
@@ -103,6 +74,9 @@ class TransformerFamily(Family):
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         return vae_factor(vae_config) * self.patch_size
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return height * width // self.patch_size**2
+
     def samples_with(self, scheduler: Any) -> bool:
         """Return whether it is the scheduler that the pipelines give their own sigmas to."""
         return type(scheduler).__name__ == FLOW_EULER
@@ -142,8 +116,7 @@ class TransformerFamily(Family):
         configs = {name: Component("diffusers", "", dict(getattr(pipeline, name).config)) for name in parts}
         side = self.resolution(configs)  # of their own, the pipelines draw 1024 pixels and others
         size = {name: options.pop(name) or side for name in ("height", "width")}
-        images: list[Image.Image] = pipeline(**given, generator=generators, **size, **options).images
-        return images
+        return pipeline(**given, generator=generators, **size, **options).images
 
 
 class ChatFamily(TransformerFamily):
@@ -181,6 +154,4 @@ class ChatFamily(TransformerFamily):
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
         attended = self.unread(mask) if mask.is_meta else mask  # transformers would look at the mask's values
         options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
-        output = text_encoders["text_encoder"].get_decoder()(ids, **options)
-        states: tuple[Tensor, ...] = output.hidden_states
-        return states
+        return text_encoders["text_encoder"].get_decoder()(ids, **options).hidden_states

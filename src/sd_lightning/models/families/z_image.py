@@ -13,19 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sd_lightning.models.families.architecture import Architecture, Component, Part
+from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
-from sd_lightning.models.families.transformer import (
-    CHAT_TOKENIZER,
-    QWEN3,
-    ChatFamily,
-    flow_euler,
-    qwen3_4b,
-    tiny_qwen3,
-)
-from sd_lightning.models.families.vae import TINY_SCALING, TINY_VAE_CONFIG, VAE, vae, vae_16
+from sd_lightning.models.families.stable_diffusion import VAE
+from sd_lightning.models.families.transformer import CHAT_TOKENIZER, QWEN3, ChatFamily
 
 MULTIPLE = 32
 """The network fills up the tokens of a caption, and those of an image, to a multiple of it with learned tokens:
@@ -64,9 +57,6 @@ class ZImage(ChatFamily):
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
         return int(min(denoiser_config["axes_lens"][1:])) * self.size_multiple(vae_config)
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width // self.patch_size**2
-
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded
         feats = zip(conditioning["cap_feats"], lengths, strict=True)
@@ -96,46 +86,6 @@ class ZImage(ChatFamily):
             for name in methods:
                 vars(denoiser).pop(name)
         return -made[0].squeeze(2)
-
-    architectures = {
-        "tiny_z_image": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": Component(
-                    "diffusers",
-                    "ZImageTransformer2DModel",
-                    {
-                        "in_channels": 4,
-                        "dim": 64,
-                        "n_layers": 3,
-                        "n_refiner_layers": 1,
-                        "n_heads": 4,
-                        "n_kv_heads": 4,
-                        "cap_feat_dim": 32,
-                        "axes_dims": [8, 4, 4],
-                        "axes_lens": [256, 64, 64],
-                    },
-                ),
-                "vae": vae(**TINY_VAE_CONFIG, scaling_factor=TINY_SCALING, shift_factor=0.0),
-                "text_encoder": tiny_qwen3(3, class_name="Qwen3Model"),
-            },
-            scheduler=flow_euler(shift=1.0),
-            max_length=16,
-            token_embedding_std=1.0,
-            is_tiny=True,
-        ),
-        "z_image": Architecture(
-            pipeline_class,
-            networks={
-                "transformer": Component("diffusers", "ZImageTransformer2DModel", {"dim": 3840}),
-                "vae": vae_16(0.3611, 0.1159),
-                "text_encoder": qwen3_4b(class_name="Qwen3Model"),
-            },
-            scheduler=flow_euler(shift=6.0),
-            max_length=512,
-            licence="Apache 2.0",
-        ),
-    }
 
 
 def _stacked(network: Any) -> dict[str, Callable[..., Any]]:

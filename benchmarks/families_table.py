@@ -5,7 +5,7 @@
 
 A test that holds a capability of a family has the mark `holds(*capabilities, of=architecture)`. Without `of`, the
 family is that of the architecture among the test's parameters. The mark "strategies" is for tests whose parameter
-`name` is a strategy. Tests are collected, not run.
+`name` is a strategy, or `names` are some. Tests are collected, not run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class Collector:
                 raise ValueError(f"{item.nodeid}: {mark}; expected known capabilities, and an architecture")
             for pipeline_class in classes:
                 for capability in mark.args:
-                    name = params["name"] if capability == "strategies" else capability
+                    names = [capability]
+                    if capability == "strategies":
+                        names = params["names"] if "names" in params else [params["name"]]
                     known = self.held[pipeline_class]
-                    known[name] = min(known.get(name, suite), suite)
+                    for name in names:
+                        known[name] = min(known.get(name, suite), suite)
 
 
 def _classes(values: Any) -> set[str]:
@@ -115,6 +118,9 @@ def fact_rows() -> Iterator[list[str]]:
             guidance = (
                 "cond + s·(cond − uncond), s > 0" if family.no_guidance == 0 else "uncond + s·(cond − uncond), s > 1"
             )
+            if family.embeds_guidance(each.networks[family.denoiser].config):
+                guidance = "s is an input of the denoiser"
+            trained = [f"`{network}`" for network in family.trainable if network != family.denoiser]
             lengths = each.max_length if isinstance(each.max_length, int) else max(each.max_length.values())
             yield [
                 f"`{name}`",
@@ -123,7 +129,7 @@ def fact_rows() -> Iterator[list[str]]:
                 f"`{repository[1]}`" if repository else "–",
                 guidance,
                 f"{lengths} tokens, {'padding left out' if family.masks_padding else 'padding read'}",
-                ", ".join(f"`{part}`" for part in family.trainable if part != family.denoiser) or "no",
+                ", ".join(trained) if family.frozen and trained else "all" if trained else "none",
             ]
 
 

@@ -32,8 +32,11 @@ def test_a_cell_needs_a_family_and_a_known_capability() -> None:
     collector.pytest_itemcollected(item("LoRA", marks=("full",), of="tiny_klein"))
     collector.pytest_itemcollected(item("LoRA", "int8", marks=("slow",), params={"family": "tiny_klein"}))
     collector.pytest_itemcollected(item("strategies", params={"family": "tiny_klein", "name": "fsdp"}))
+    collector.pytest_itemcollected(
+        item("strategies", marks=("full",), params={"family": "tiny_klein", "names": ("fsdp", "gemini")})
+    )
     row = next(row for row in held_rows(collector.held) if "tiny_klein" in row[0])
-    assert row[1:] == ["–", "`test-slow`", "–", "`test-slow`", "–", "–", "`test`: fsdp"]
+    assert row[1:] == ["–", "`test-slow`", "–", "`test-slow`", "–", "–", "`test`: fsdp; `test-full`: fsdp, gemini"]
     for wrong in (item("LoRA"), item("lora", of="tiny"), item("LoRA", params={"family": "unknown"})):
         with pytest.raises(ValueError, match="expected known capabilities, and an architecture"):
             collector.pytest_itemcollected(wrong)

@@ -10,12 +10,13 @@ from sd_lightning import LatentDiffusion
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.tf32 import products_of
+from small_models import TINY_TRANSFORMERS
 
 pytestmark = [pytest.mark.gpu]
 CAPTIONS = ["a three", "a very long caption of one handwritten seven, tilted to the left"]
 
 
-@pytest.mark.parametrize("architecture", ["tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_krea2"])
+@pytest.mark.parametrize("architecture", TINY_TRANSFORMERS)
 def test_a_gpu_computes_what_the_cpu_computes(architecture: str, gpu_accelerator: str) -> None:
     def predicted(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         model = LatentDiffusion.build(architecture)

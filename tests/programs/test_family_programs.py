@@ -1,4 +1,7 @@
-"""The programs with transformer families, tiny: every capability once, and what a frozen text encoder refuses."""
+"""The programs with transformer families, tiny: every capability once, and what a frozen text encoder refuses.
+
+What differs between families in their own files is tried with all of them; the rest with two, and in the full suite.
+"""
 
 import json
 import os
@@ -12,12 +15,14 @@ from PIL import Image
 
 from glyph import write_photos
 from refusals import call, refuse
+from sd_lightning.models.families import FAMILIES, architecture
 from sd_lightning.models.lora import WEIGHTS_NAME
 from sd_lightning.storage.checkpoint import all_checkpoints
 from shaped_data import TINY as IN_BUCKETS
 from shaped_data import paint
 from small_models import TINY_TRANSFORMERS
 from small_training import same, stored
+from suites import keep
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +32,14 @@ DREAMBOOTH = (
     "init_from=run instance_data_dir=../photos 'instance_prompt=a handwritten sks digit' max_train_steps=2 "
     "resolution=32 data.batch_size=4 sampling.num_inference_steps=1 logger=csv"
 )
+EVERY = pytest.mark.parametrize("family", TINY_TRANSFORMERS, indirect=True)
+COMPLETE = pytest.mark.parametrize(
+    "family", keep(("tiny_klein", "tiny_sd3"), TINY_TRANSFORMERS, "engines"), indirect=True
+)
+"""Of one with a chat model, and one with text encoders that are trained; of the others in the full suite."""
 
 
-@pytest.fixture(scope="module", params=TINY_TRANSFORMERS)
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The family that is trained, in a folder with ``run``: four steps of it, validated, and pictures read."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -58,6 +68,12 @@ def trained(run: str) -> dict[str, Any]:
     return stored(all_checkpoints(Path(run))[-1])
 
 
+def size_multiple(family: str) -> int:
+    known = architecture(family)
+    return FAMILIES[known.pipeline_class].size_multiple(known.networks["vae"].config)
+
+
+@EVERY
 @pytest.mark.holds("full")
 def test_captions_and_pictures_of_a_run_are_measured(family: str) -> None:
     found = summary("run")
@@ -65,6 +81,16 @@ def test_captions_and_pictures_of_a_run_are_measured(family: str) -> None:
     assert 0 <= found["prompted_accuracy"] <= 1 and found["prompted_accuracy_samples"] == 20
 
 
+@EVERY
+def test_an_exported_run_draws_the_same(family: str) -> None:
+    assert call("export run=run output_dir=exported") == 0
+    for run in ("run", "exported"):
+        draw = f"generate run={run} prompts=[three] num_inference_steps=2 height=32 width=32 guidance_scale=3"
+        assert call(f"{draw} output_dir=of-{run}") == 0
+    assert (pixels("of-run") == pixels("of-exported")).all()
+
+
+@COMPLETE
 @pytest.mark.parametrize("speed", ["gradient_checkpointing=true", "gradient_checkpointing=0.1"])
 def test_recomputed_blocks_train_the_same(family: str, speed: str) -> None:
     run = speed.replace("=", "-")
@@ -72,6 +98,7 @@ def test_recomputed_blocks_train_the_same(family: str, speed: str) -> None:
     assert same(trained("run"), trained(run))
 
 
+@EVERY
 @pytest.mark.holds("stores")
 def test_a_store_trains_as_its_images_do(family: str) -> None:
     images = "data=digits data.num_val_samples=8 dtype=float32"
@@ -82,15 +109,19 @@ def test_a_store_trains_as_its_images_do(family: str) -> None:
         assert summary("stored")[name] == pytest.approx(summary("run")[name], abs=1e-4), name
 
 
+@EVERY
 @pytest.mark.holds("buckets")
 def test_buckets_of_several_shapes_are_trained_on_at_once(family: str) -> None:
-    buckets = " ".join(f"data.{name}={str(value).lower()}" for name, value in IN_BUCKETS.items())
-    data = f"data=images data.train_data_dir=../pictures data.num_val_samples=5 data.resolution=32 {buckets}"
+    larger = size_multiple(family) // 8
+    sides = {name: value if value is True else value * larger for name, value in IN_BUCKETS.items()}
+    buckets = " ".join(f"data.{name}={str(value).lower()}" for name, value in sides.items())
+    data = f"data=images data.train_data_dir=../pictures data.num_val_samples=5 data.resolution={32 * larger} {buckets}"
     more = "data.num_workers=0 callbacks.samples=null trainer.max_steps=8 trainer.val_check_interval=4"
     assert call(f"train model={family} {data} {FEW.replace('size=8', 'size=4')} {more} output_dir=buckets") == 0
     assert summary("buckets")["final_loss"] > 0 and summary("buckets")["val_loss"] > 0
 
 
+@EVERY
 @pytest.mark.holds("int8")
 def test_int8_draws_nearly_the_same(family: str) -> None:
     draw = "generate run=run 'prompts=[a handwritten three]' num_inference_steps=2 guidance_scale=3"
@@ -100,21 +131,29 @@ def test_int8_draws_nearly_the_same(family: str) -> None:
     assert 0 < difference.mean() < 4
 
 
-@pytest.mark.holds("DreamBooth")
-@pytest.mark.parametrize("trainable", ["full", pytest.param("lora", marks=pytest.mark.holds("LoRA"))])
-def test_dreambooth_draws_its_class_and_trains(family: str, trainable: str) -> None:
+def dreambooth(family: str, trainable: str) -> None:
     prior = "with_prior_preservation=true 'class_prompt=a handwritten digit' num_class_images=2 class_data_dir=drawn"
     run = f"dreambooth-{trainable}"
     command = f"dreambooth model={family} {DREAMBOOTH} {prior} trainable={trainable} learning_rate=1e-3"
     assert call(f"{command} output_dir={run}") == 0
     assert (Path(run) / "pipeline" / WEIGHTS_NAME).exists() == (trainable == "lora")
     assert len(list(Path("drawn").rglob("*.png"))) == 2
-    assert (
-        call(f"generate run={run} 'prompts=[a handwritten sks digit]' num_inference_steps=1 output_dir={run}-drawn")
-        == 0
-    )
+    draw = f"generate run={run} 'prompts=[a handwritten sks digit]' num_inference_steps=1"
+    assert call(f"{draw} output_dir={run}-drawn") == 0
 
 
+@EVERY
+@pytest.mark.holds("DreamBooth", "LoRA")
+def test_dreambooth_draws_its_class_and_trains_adapters(family: str) -> None:
+    dreambooth(family, "lora")
+
+
+@COMPLETE
+def test_dreambooth_trains_all_weights(family: str) -> None:
+    dreambooth(family, "full")
+
+
+@COMPLETE
 @pytest.mark.parametrize(
     "command",
     [
@@ -142,12 +181,13 @@ def test_text_encoders_are_trained_where_one_is_no_language_model(
     assert changed == [True] * (len(numbers) - 1) + [False], "T5 is the last"
 
 
+@COMPLETE
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         (f"dreambooth {DREAMBOOTH.replace('sks', 'S*')} learn_token=true", ("learn", "language model", "leave")),
         (f"train {DIGITS} data.resolution=36", ("resolution=36", "multiple", "8")),
-        ("generate run=run prompts=[three] height=36", ("height=36", "multiples of 8")),
+        ("generate run=run prompts=[three] height=36", ("height=36", "multiples of {multiple}")),
         ("generate run=run prompts=[three] scheduler=ddim", ("scheduler=ddim", "FlowMatchEulerDiscreteScheduler")),
     ],
 )
@@ -156,4 +196,5 @@ def test_what_the_family_cannot_do_is_refused(
 ) -> None:
     program, _, rest = command.partition(" ")
     model = "" if program == "generate" else f"model={family} output_dir=new"
+    words = tuple(word.format(multiple=size_multiple(family)) for word in words)
     refuse(f"{program} {model} {rest}", words, Path("."), capfd)

@@ -45,6 +45,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield request.param
 
 
+@pytest.mark.holds("full", "int8")
 def test_an_exported_run_draws_with_diffusers_what_generate_draws(family: str) -> None:
     assert call("export run=run output_dir=exported") == 0
     assert call(f"generate run=run {DRAW} {INPUTS[family]} seed=3 output_dir=drawn") == 0
@@ -74,7 +75,8 @@ def test_a_training_is_planned(family: str, capsys: pytest.CaptureFixture[str]) 
     assert "at 512 x 512" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("trainable", ["full", "lora"])
+@pytest.mark.holds("DreamBooth")
+@pytest.mark.parametrize("trainable", ["full", pytest.param("lora", marks=pytest.mark.holds("LoRA"))])
 def test_dreambooth_trains_with_pictures_of_the_class(family: str, trainable: str) -> None:
     Path("photos").mkdir(exist_ok=True)
     for index in range(3):
@@ -117,6 +119,7 @@ def test_a_mask_of_another_size_is_refused(family: str, capfd: pytest.CaptureFix
     refuse(f"generate run=run {DRAW} image=image.png mask=large.png", words, Path("."), capfd)
 
 
+@pytest.mark.full("quality")
 def test_digits_are_learned_from_captions_and_around_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_pictures()

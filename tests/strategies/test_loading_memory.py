@@ -16,7 +16,7 @@ import torch
 
 from loading_driver import PART, WIDE, torchrun, write_pipeline
 from sd_lightning import LatentDiffusion
-from small_models import few_blocks
+from small_models import TINY_TRANSFORMERS, few_blocks
 from small_training import stored
 from suites import keep, wanted
 
@@ -40,8 +40,7 @@ TRAINED = {
 }
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("ddp", "fsdp", "fsdp_offload", "zero2")}
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("zero3", "zero3_bf16", "gemini", "gemini_bf16")}
-FAMILIES = ("tiny_klein", "tiny_z_image", "tiny_qwen_image", "tiny_krea2")
-for _family, _name in itertools.product(FAMILIES, ("ddp", "fsdp", "zero3", "gemini", "gemini_bf16")):
+for _family, _name in itertools.product(TINY_TRANSFORMERS, ("ddp", "fsdp", "zero3", "gemini", "gemini_bf16")):
     _own = {"folder": _family, "frozen_text": True}
     TRAINED[f"{_family}_{_name}"] = TRAINED[_name] | _own
     TRAINED[f"{_family}_{_name}_lora"] = TRAINED[_name] | _own | {"lora": True, "targets": ["to_q", "to_v"]}
@@ -51,12 +50,7 @@ TRAINED_FIRST += ("tiny_qwen_image_fsdp",)
 """One of each engine, in either precision, of all weights and of adapters."""
 SHARDED = ("part:fsdp", "part:gemini", "wide_tiny_klein:gemini", "wide_tiny_z_image:fsdp")
 SHARDED += ("sd21:fsdp", "sd21:gemini", "wide_tiny_klein:fsdp", "wide_tiny_z_image:gemini")
-SHARDED += (
-    "wide_tiny_qwen_image:fsdp",
-    "wide_tiny_qwen_image:gemini",
-    "wide_tiny_krea2:fsdp",
-    "wide_tiny_krea2:gemini",
-)
+SHARDED += tuple(f"wide_{family}:{name}" for family in [*WIDE][2:] for name in ("fsdp", "gemini"))
 ADAPTED = (("part", "gemini"), ("sd21", "gemini"), ("sd21", "ddp"))
 VALIDATED = ("fsdp", "zero2", "zero3", "gemini")
 SAVED = os.environ.get("SD_LIGHTNING_SAVED", "part")
@@ -91,7 +85,7 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[dict
                 "strategy": name,
             }
     jobs["saved"] = {"do": "measure", "strategy": "fsdp", "folder": SAVED, "save": True}
-    for size in ("part", "sd21", *(f"wide_{family}" for family in FAMILIES)):
+    for size in ("part", "sd21", *(f"wide_{family}" for family in WIDE)):
         for name in ("ddp", "zero3", "fsdp", "gemini"):
             jobs[f"{size}:{name}"] = {"do": "measure", "strategy": name, "folder": size, "save": False}
         for name in ("ddp", "gemini"):
@@ -100,11 +94,11 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[dict
                 jobs[f"lora:{size}:{name}:{kind}"] = lora
     jobs = {name: job for name, job in jobs.items() if name in wanted(request)}
     folders = {job["folder"] for job in jobs.values()}
-    for family in FAMILIES:
-        if family in folders:
-            LatentDiffusion.build(family, seed=4).save_pretrained(folder / family)
+    for family in folders.intersection(TINY_TRANSFORMERS):
+        LatentDiffusion.build(family, seed=4).save_pretrained(folder / family)
+    for family, config in WIDE.items():
         if f"wide_{family}" in folders:
-            write_pipeline(folder / f"wide_{family}", family, **WIDE[family])
+            write_pipeline(folder / f"wide_{family}", family, **config)
     if "sd21" in folders:
         write_pipeline(folder / "sd21", sample_size=8)
     for name, job in jobs.items():

@@ -80,6 +80,24 @@ WIDE: dict[str, dict[str, Any]] = {
         "intermediate_size": 1365,
         "num_layers": 12,
     },
+    "tiny_qwen_image_21": {
+        "num_attention_heads": 10,
+        "attention_head_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+        "num_layers": 12,
+    },
+    "tiny_sd3": {
+        "num_attention_heads": 6,
+        "attention_head_dim": 64,
+        "caption_projection_dim": 384,
+        "num_layers": 12,
+    },
+    "tiny_flux": {
+        "num_attention_heads": 8,
+        "attention_head_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+        "num_single_layers": 12,
+    },
 }
 """Transformers wide enough for their memory to be seen among all else that a process has."""
 
@@ -153,7 +171,7 @@ class Measured(PortableCheckpoint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             runs.mark(self.run_dir)
         self.found["largest"] = max(4 * p.numel() for p in pl_module.denoiser.parameters())
-        self.found["whole"] = sum(4 * p.numel() for p in pl_module.denoiser.parameters())
+        self.found["whole"] = sum(4 * p.numel() for p in pl_module.denoiser.parameters() if p.requires_grad)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.found["peak"] = status("VmHWM") - self.base

@@ -114,12 +114,12 @@ def test_tiny_vocabulary_reads_any_text_without_unknown_tokens() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: LatentDiffusion.build("sd3"), "got architecture='sd3'; expected one of tiny, sd15, sd21, sdxl"),
+        (lambda: LatentDiffusion.build("sd4"), "got architecture='sd4'; expected one of tiny, sd15, sd21, "),
         (lambda: load_model(architecture="tiny", variant="fp16"), "model got variant=fp16 without pretrained weights"),
         (lambda: scheduler_class("dpm"), "scheduler=dpm: diffusers has no such scheduler; expected ddim, ddpm"),
         (
-            lambda: LatentDiffusion({}, tokenizers={}, components={}, pipeline_class="FluxPipeline"),
-            "got a FluxPipeline; expected StableDiffusionPipeline or StableDiffusionXLPipeline",
+            lambda: LatentDiffusion({}, tokenizers={}, components={}, pipeline_class="SanaPipeline"),
+            "got a SanaPipeline; expected StableDiffusionPipeline or StableDiffusionInpaintPipeline or ",
         ),
     ],
 )
@@ -351,7 +351,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no unet config": (remove("unet/config.json"), ("/unet/config.json: missing; copy the whole pipeline folder",)),
     "no scheduler": (remove("scheduler"), ("scheduler_config.json: missing; copy the whole pipeline folder",)),
     "no tokenizer folder": (remove("tokenizer"), ("model_index.json names tokenizer/, which is missing",)),
-    "no tokenizer files": (empty_tokenizer, ("/tokenizer: neither tokenizer.json nor vocab.json in it",)),
+    "no tokenizer files": (empty_tokenizer, ("/tokenizer: neither tokenizer.json nor vocab.json nor",)),
     "half a tokenizer": (cut("tokenizer/tokenizer.json"), ("/tokenizer: cannot load the tokenizer: ", AGAIN)),
     "half the unet": (cut(UNET), (f"/{UNET}: not a complete safetensors file", "copy or download that file")),
     "half the text encoder": (cut(TEXT_ENCODER), (f"/{TEXT_ENCODER}: not a complete safetensors file",)),
@@ -368,8 +368,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("/text_encoder: embeddings.token_embedding.weight of CLIPTextModel missing or of another shape", AGAIN),
     ),
     "another pipeline": (
-        index(_class_name="FluxPipeline"),
-        ("got a FluxPipeline; expected StableDiffusionPipeline or StableDiffusionXLPipeline",),
+        index(_class_name="SanaPipeline"),
+        ("got a SanaPipeline; expected StableDiffusionPipeline or StableDiffusionInpaintPipeline or ",),
     ),
     "no class": (index(_class_name=None), ("got a None; expected StableDiffusionPipeline or",)),
     "no text encoder": (index(text_encoder=[None, None]), ("the pipeline has no text_encoder; copy the whole",)),

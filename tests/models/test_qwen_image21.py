@@ -196,7 +196,7 @@ def test_a_turbo_checkpoint_draws_with_its_own_sigmas_and_is_not_trained(
 
 def test_steps_guidance_and_sizes_are_the_familys() -> None:
     model = LatentDiffusion.build("qwen_image_21", device="meta")
-    found = SamplingOptions().resolve(model.family, model.pipeline_options)
+    found = SamplingOptions().resolve(model.family, model.pipeline_options, {})
     assert (found.num_inference_steps, found.guidance_scale, model.resolution) == (40, 1.0, 1024)
     assert model.latent_space.shape(1024, 512) == (64, 64, 32)
     assert model.family.image_tokens(64, 32) == 2048

@@ -265,7 +265,7 @@ def test_options_of_a_krea_2_pipeline_are_kept_and_used(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
         assert not torch.equal(one, before)
     assert text_kind(model) != text_kind(plain), "stores keep them apart"
-    found = SamplingOptions().resolve(model.family, model.pipeline_options)
+    found = SamplingOptions().resolve(model.family, model.pipeline_options, {})
     assert (found.num_inference_steps, found.guidance_scale) == (8, 0.0)
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     images = pipeline(PROMPTS, num_inference_steps=3, guidance_scale=0.0, height=32, width=32, generator=generators)

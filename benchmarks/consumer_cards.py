@@ -18,7 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
-MODELS = ("klein_4b", "klein_9b", "z_image")
+MODELS = ("klein_4b", "klein_9b", "z_image", "sd35_medium", "sd35_large", "flux1_dev", "krea2")
+MODELS += ("qwen_image_21", "qwen_image")
 KINDS = ("lora", "full")
 CARDS = (8, 12, 16, 24)
 """GB of nominal memory."""

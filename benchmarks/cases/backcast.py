@@ -34,9 +34,19 @@ TABLE = {
         "{anyscale_share}; {anyscale_encoders_256}, {anyscale_encoders_512}"
     ),
     "predicted to about what SimpleTuner says for LoRA: klein 4B, 9B": "{simpletuner_klein_4b}, {simpletuner_klein_9b}",
+    "predicted to published, LoRA of Krea 2 in bf16 at 512², 1024², each with batches of 1, 4, 8: memory; time": (
+        "{krea_bf16_512_b1}, {krea_bf16_512_b4}, {krea_bf16_512_b8}, "
+        "{krea_bf16_1024_b1}, {krea_bf16_1024_b4}, {krea_bf16_1024_b8}; "
+        "{krea_bf16_512_b1_step}, {krea_bf16_512_b4_step}, {krea_bf16_512_b8_step}, "
+        "{krea_bf16_1024_b1_step}, {krea_bf16_1024_b4_step}, {krea_bf16_1024_b8_step}"
+    ),
     "errors of those that judge: memory of NVIDIA; of others": (
         "{nvidia_fp16_off_by}, {nvidia_batch_48_off_by}; {colossalai_baseline_off_by}, "
         "{colossalai_optimised_off_by}, {diffusers_16gb_off_by}, {t4_off_by}, {t4_checkpointing_batch_2_off_by}"
+    ),
+    "errors of those that judge: Krea 2, memory; times": (
+        "{krea_bf16_512_b4_off_by}, {krea_bf16_1024_b1_off_by}, {krea_bf16_1024_b8_off_by}; "
+        "{krea_bf16_512_b4_step_off_by}, {krea_bf16_1024_b1_step_off_by}, {krea_bf16_1024_b8_step_off_by}"
     ),
     "errors of those that judge: times": (
         "{nvidia_backward_off_by}, {t4_step_off_by}, {t4_checkpointing_batch_2_step_off_by}, "

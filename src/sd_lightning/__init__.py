@@ -1,4 +1,4 @@
-"""Train latent-diffusion models (Stable Diffusion 1.x, 2.x and XL, Flux.2-klein, Z-Image) with PyTorch Lightning.
+"""Train latent-diffusion models (Stable Diffusion, Flux, Z-Image, Qwen-Image, Krea 2) with PyTorch Lightning.
 
 Names are imported on first use, so ``import sd_lightning`` is fast. Our strategies are registered with Lightning as
 soon as both packages are imported, in either order.

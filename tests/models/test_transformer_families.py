@@ -233,11 +233,11 @@ def test_padding_of_krea_2_has_no_place() -> None:
     prompts = [*PROMPTS, "one two three four five six seven eight nine ten eleven"]
     latents, times = torch.randn(3, *model.latent_space.shape(32, 48)), torch.tensor([100.0, 900.0, 500.0])
     known, (embeds, mask) = encoded(model, prompts), model.pipeline().encode_prompt(prompts, max_sequence_length=16)  # type: ignore[attr-defined]
-    ours_mask = known["encoder_attention_mask"].bool()
+    ours_mask = known["encoder_hidden_states_mask"].bool()
     assert mask.sum(1).tolist() == ours_mask.sum(1).tolist() == [8, 10, 16], "the last one is truncated, not its suffix"
     assert not torch.equal(mask, ours_mask)
     torch.testing.assert_close(known["encoder_hidden_states"][ours_mask], embeds[mask], rtol=0, atol=1e-5)
-    mid = {"encoder_hidden_states": embeds, "encoder_attention_mask": mask.float()}
+    mid = {"encoder_hidden_states": embeds, "encoder_hidden_states_mask": mask.float()}
     made = [model.family.denoise(model.denoiser, latents, times, each) for each in (known, mid)]
     torch.testing.assert_close(*made)
     known["encoder_hidden_states"][~ours_mask] = 7.0
@@ -270,7 +270,7 @@ def test_options_of_a_krea_2_pipeline_are_kept_and_used(tmp_path: Path) -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     images = pipeline(PROMPTS, num_inference_steps=3, guidance_scale=0.0, height=32, width=32, generator=generators)
     assert np.abs(ours(model, None) - pixels(images.images)).max() <= 1
-    with pytest.raises(UsageError, match="is_distilled is true.*train the Raw checkpoint"):
+    with pytest.raises(UsageError, match="has is_distilled.*train the Raw checkpoint"):
         check_pretrained("tiny_krea2", str(tmp_path / "b"))
 
 
@@ -439,7 +439,7 @@ def test_a_distilled_checkpoint_stays_distilled_and_is_not_trained(
     assert json.loads((tmp_path / "b" / "model_index.json").read_text())["is_distilled"] is True
     assert model.pipeline().config.is_distilled is True
     _draws_without_guidance(model, caplog)
-    with pytest.raises(UsageError, match="is_distilled is true.*train the base checkpoint"):
+    with pytest.raises(UsageError, match="has is_distilled.*train the base checkpoint"):
         check_pretrained("tiny_klein", str(tmp_path / "a"))
 
 

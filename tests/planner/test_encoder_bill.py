@@ -9,10 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.planner.alternatives import remedies
 from sd_lightning.planner.devices import Cluster, Device, load_device
 from sd_lightning.planner.encoders import EncodingBill, check_encoders, encoding_bills
 from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, Forecaster
-from sd_lightning.planner.passes import encoding_peak
+from sd_lightning.planner.passes import encoding_peak, encoding_traces
 from sd_lightning.planner.roofline import Curve, Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Search
@@ -101,6 +102,32 @@ def test_encoders_are_counted_in_the_types_that_they_have(tiny: LatentDiffusion,
     assert Forecaster(tiny, run).encoder_memory == DEVICE_ALLOWANCE + weights + activations
     float32 = encoding_peak(tiny, replace(run, encoder_dtype=torch.float32), 4)
     assert activations == (float32 / 2 if dtype == "bfloat16" else float32)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_inpainting", "tiny_depth"])
+def test_all_that_is_made_of_images_takes_time_and_memory(name: str) -> None:
+    """Masked images pass through the VAE, too, and a depth estimator sees the images; a CPU's attention counts none."""
+    model = LatentDiffusion.build(name)
+    numbers = torch.arange(4)
+    batch: Any = {"pixel_values": torch.zeros(4, 3, 32, 32), "epoch": numbers, "index": numbers}
+    with FlopCounterMode(display=False) as counter:
+        LatentEncoder(model).encode(batch, seed=0)
+    run = TrainingRun(1, 32)
+    assert encoding_traces(model, run, 4)[0].flops.at(0).sum() == pytest.approx(counter.get_total_flops(), rel=0.1)
+    plain = encoding_peak(LatentDiffusion.build("tiny", device="meta"), run, 4)
+    assert encoding_peak(model, run, 4) > plain or name == "tiny"
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("tiny", "text"), ("tiny_inpainting", "module.offload_encoders=true")])
+def test_stored_latents_are_no_remedy_where_denoisers_take_more_of_images(
+    name: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = [each for each in candidates() if each.name == "single"]
+    cluster = Cluster(load_device("t4"))
+    search = Search(LatentDiffusion.build(name, device="meta"), RUN, cluster, single, micro_batches=[1])
+    plans = search.plans()
+    monkeypatch.setattr(Search, "smallest_that_fits", lambda _: plans.best[0])
+    assert next(option for option in remedies(search, plans) if "encoders=" in option).endswith(remedy)
 
 
 def test_encoders_that_do_not_fit_are_named(tiny: LatentDiffusion) -> None:

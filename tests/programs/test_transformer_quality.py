@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from glyph import SUBJECT, drawn_shares, write_photos
 
 pytestmark = pytest.mark.slow
 
 IN_FULL = pytest.mark.full("quality")
-GUIDANCE = dict.fromkeys(("tiny_klein", "tiny_sd3", "tiny_flux", "tiny_qwen_image"), 3.0)
-GUIDANCE |= {"tiny_z_image": 2.0, "tiny_krea2": 2.0}
 LORA = {
     "tiny_klein": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,to_qkv_mlp_proj]",
@@ -46,6 +45,11 @@ LORA = {
         "learning_rate=2e-3",
         "max_train_steps=300",
     ),
+    "tiny_qwen_image_21": (
+        "lora.target_modules=[to_q,to_k,to_v,to_out.0,img_mlp.proj,img_mlp.gate_layer,img_mlp.out]",
+        "learning_rate=3e-3",
+        "max_train_steps=300",
+    ),
 }
 """Adapters on all linear layers of attention, and on those of the perceptrons beside it."""
 
@@ -62,6 +66,7 @@ LORA = {
         pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),
         pytest.param("tiny_z_image", 1, id="Z-Image, seed 1", marks=IN_FULL),
         pytest.param("tiny_qwen_image", 0, id="Qwen-Image", marks=IN_FULL),
+        pytest.param("tiny_qwen_image_21", 0, id="Qwen-Image 2.1", marks=IN_FULL),
         pytest.param("tiny_krea2", 0, id="Krea 2", marks=IN_FULL),
     ],
 )
@@ -78,7 +83,8 @@ def test_digits_are_learned_with_the_defaults_and_a_subject_with_adapters(
     data = (f"instance_data_dir={write_photos(tmp_path / 'photos')}", f"instance_prompt={SUBJECT}")
     start = (f"init_from={digits}", f"output_dir={subject}", "train_text_encoder=false")
     run_python("-m", "sd_lightning.dreambooth", *common, *lora, *data, *start, timeout=1800, check=True)
-    found = drawn_shares(subject, guidance_scale=GUIDANCE[model])
+    guidance = OmegaConf.load(subject / "config.yaml").sampling.guidance_scale
+    found = drawn_shares(subject, guidance_scale=guidance)
     assert found["subject"] >= 0.95, found
     assert found["digits"] >= 0.90, found
     assert found["generic is the subject"] <= 0.10, found

@@ -189,15 +189,22 @@ def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
             f"which begins with prompts alone, or with {begin}; write that, and strength= only with a picture"
         )
     if strength is not None and not 1 <= int(steps * strength) <= steps:
-        raise UsageError(f"generate got strength={strength}; expected 1 at most, and enough for one of {steps} steps")
+        raise UsageError(
+            f"generate got strength={strength}; expected 1 at most, and enough for one of {steps} "
+            "steps; write strength=0.7, or more num_inference_steps"
+        )
     try:
         pictures = {name: Image.open(given[name]).convert("RGB") for name in names}
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UsageError(f"generate got {' and '.join(names)}, and cannot read a picture: {error}") from error
+        got = " ".join(f"{name}={given[name]}" for name in names)
+        raise UsageError(
+            f"generate got {got}, of which one cannot be read ({error}); give PNG or JPEG files"
+        ) from error
     sizes = [each.size for each in pictures.values()]
     if len({*sizes, *((request.width or width, request.height or height) for width, height in sizes)}) > 1:
         raise UsageError(
-            f"generate got pictures of (width, height) = {sizes}; expected one size, that of what is drawn"
+            f"generate got pictures of (width, height) = {sizes}; expected one size, that of what is drawn; "
+            "resize one, or leave out width= and height="
         )
     return given | pictures
 

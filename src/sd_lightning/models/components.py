@@ -48,6 +48,7 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
     check_part(folder)
     try:
         tokenizer = component.load_class().from_pretrained(folder)
+        # Qwen-Image 2.1 has a processor of text and images: what is not the tokenizer's is kept for saving.
         tokenizer.processor_files = {file.name: file.read_text() for file in folder.glob("*processor_config.json")}
         return tokenizer
     except Exception as error:  # the Rust library raises plain Exceptions

@@ -117,10 +117,8 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         networks = {name: component.instantiate() for name, component in components.items()}
-        if (std := architecture.token_embedding_std) is not None:
-            for name in family.text_encoders:
-                embedding = networks[name].get_input_embeddings().weight  # type: ignore[operator]
-                nn.init.normal_(embedding, std=std)
+        for name in family.text_encoders if architecture.is_tiny else ():
+            nn.init.normal_(networks[name].get_input_embeddings().weight)  # type: ignore[operator]
     if by_name and architecture.is_tiny and torch.device(device).type != "meta":
         components["vae"] = fill_shipped_(
             networks["vae"], components["vae"], TINY_VAE.with_name(architecture.shipped_vae)
@@ -227,8 +225,11 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
     found = contradiction(architecture, family.pipeline_class, denoiser)
     if found is not None:
         raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
-    if (refusal := family.refusal_to_train(index)) is not None:
-        raise UsageError(f"model.pretrained={pretrained}: {refusal}")
+    if index.get(family.distilled_by):
+        raise UsageError(
+            f"model.pretrained={pretrained}: its model_index.json has {family.distilled_by}: it draws in few steps "
+            f"without guidance, which training would undo; train {family.base_checkpoint}"
+        )
     if any(stored_int8(root / name) for name in parts_in(index, family) if name in family.networks):
         raise UsageError(
             f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "

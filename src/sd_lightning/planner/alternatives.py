@@ -35,7 +35,7 @@ def remedies(search: Search, plans: Plans) -> dict[str, str]:
         least = min(host, key=lambda plan: plan.memory.host)
         changes[f"host_gb={-(-least.memory.host // int(GB))}"] = " ".join(least.candidate.options)
     kinds: set[str] = set()
-    for kind, option, run, cluster in _changes(search.run, plans.cluster):
+    for kind, option, run, cluster in _changes(search, plans.cluster):
         fitting = None if kind in kinds else search.with_changes(run, cluster).smallest_that_fits()
         if fitting is not None:
             kinds.add(kind)
@@ -43,13 +43,15 @@ def remedies(search: Search, plans: Plans) -> dict[str, str]:
     return changes
 
 
-def _changes(run: TrainingRun, cluster: Cluster) -> Iterator[tuple[str, str, TrainingRun, Cluster]]:
+def _changes(search: Search, cluster: Cluster) -> Iterator[tuple[str, str, TrainingRun, Cluster]]:
     """Yield changes: kind, command line, and what they change; the cheapest of a kind first."""
-    if run.encodes and not run.cache_latents:
+    run = search.run
+    is_storable = run.encodes and not search.model_with_encoders.family.image_channels
+    if is_storable and not run.cache_latents:
         yield "encoders", "encoders=text", replace(run, cache_latents=True), cluster
     if run.encodes and not run.offload_encoders:
         yield "encoders", "module.offload_encoders=true", replace(run, offload_encoders=True), cluster
-    if run.encodes:
+    if is_storable:
         yield "encoders", "encoders=none", replace(run, encodes=False), cluster
     if run.lora is None:
         try:

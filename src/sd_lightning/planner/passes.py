@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd_lightning.models.checkpointing import recompute_
 from sd_lightning.models.families.blocks import (
@@ -182,12 +182,23 @@ def caption_numel(model: LatentDiffusion) -> int:
 
 
 def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Trace:
-    size, dtype = run.resolution, model.family.vae_dtype(model.vae, run.encoder_dtype)
-    vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
+    """Trace the VAE, and what else the denoiser takes of images; a training makes that of the whole batch at once."""
+    family, size, dtype = model.family, run.resolution, model.family.vae_dtype(model.vae, run.encoder_dtype)
+    names = [name for name in model.networks if name != family.denoiser and not family.is_text_encoder(name)]
+    networks = {name: cast(network, run.encoder_dtype) for name, network in meta_networks(model, names).items()}
+    vae = cast(networks["vae"], dtype)
     pixels = torch.empty(count, 3, size, size, dtype=dtype, device="meta")
 
+    def random(shape: Sequence[int]) -> Tensor:
+        return torch.empty(count, *shape, device="meta")
+
+    def latents(images: Tensor) -> Tensor:
+        return model.latent_space.latents(family.encode(vae, images.to(dtype)), random)
+
     def encode() -> None:
-        model.family.encode(vae, pixels)
+        family.encode(vae, pixels)
+        if family.image_channels:
+            family.image_inputs(pixels, {**model.tokenizers, **networks}, latents, random)
 
     with torch.no_grad():
         return record(encode)

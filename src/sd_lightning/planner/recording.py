@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from sd_lightning.planner.trace import Amount, Buffer, Cost, Operation, Trace
 
-PRIME = 1009
-"""Batch size of recordings that hold for all others: no layer has a multiple of it as its width."""
+PRIME = 1093
+"""Batch size of recordings that hold for all others: no layer has a multiple of it, or of 547, as its width."""
 
 
 def record(
@@ -41,7 +41,8 @@ def record(
         blocks: Modules by name, to which operations are attributed: blocks, and layers of blocks.
         parameters: Those whose gradients are followed.
         batch_size: A prime number of samples that divides no other dimension, such as :data:`PRIME`. Sizes that it
-            divides are proportional to the batch. Without it, all are constant.
+            divides are proportional to the batch, those that the next number divides to the batch and one row more.
+            Without it, all are constant.
         autocast: Dtype of matrix products, convolutions and attention, as ``torch.autocast("cuda")`` would choose; None
             leaves dtypes as they are.
     """
@@ -72,7 +73,9 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
-        self._batch_size, self._uses = batch_size, _uses_by_autograd()
+        # A network may append a row to a batch.
+        self._rows = () if batch_size is None else ((batch_size, 0), (batch_size + 1, 1))
+        self._uses = _uses_by_autograd()
         self._live: dict[int, tuple[Any, Buffer]] = {}
         self._entered: list[str] = []
         # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which modules,
@@ -146,9 +149,11 @@ class _Recorder(TorchDispatchMode):
         return Amount(width * elements.constant, width * elements.per_sample)
 
     def _share(self, count: int) -> Amount:
-        if self._batch_size is None or count % self._batch_size:
-            return Amount(count)
-        return Amount(0, count // self._batch_size)
+        for rows, more in self._rows:
+            each, rest = divmod(count, rows)
+            if not rest:
+                return Amount(more * each, each)
+        return Amount(count)
 
     def follow(self, blocks: Mapping[str, nn.Module], parameters: Iterable[Tensor]) -> list[Any]:
         """Register hooks on blocks and parameters, and return them."""

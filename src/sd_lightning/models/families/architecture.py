@@ -95,10 +95,9 @@ class Architecture:
     scheduler: Component
     max_length: int | Mapping[str, int] = 77
     """Tokens per caption; a mapping by text encoder if they differ."""
-    token_embedding_std: float | None = None
-    """Standard deviation of initial token embeddings; None keeps the library's."""
     is_tiny: bool = False
-    """Whether it is small, for tests and digits; :meth:`LatentDiffusion.build` gives its VAE the trained weights that
+    """Whether it is small, for tests and digits; it tells captions apart before training, by large random token
+    embeddings. :meth:`LatentDiffusion.build` gives its VAE the trained weights that
     ship with the package, if it is given by name."""
     shipped_vae: str = "vae"
     """Folder of these weights."""

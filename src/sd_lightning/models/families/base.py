@@ -86,6 +86,12 @@ class Family(ABC):
     """Whether padded tokens never reach the denoiser's result: stores then leave out their embeddings."""
     vae_overflows: bool = False
     """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
+    distilled_by: str = "is_distilled"
+    """Option of ``model_index.json`` that tells a distilled checkpoint, made to draw in few steps without guidance."""
+    distilled_takes_guidance: bool = False
+    """Whether the pipeline of a distilled checkpoint uses a guidance scale that it is given."""
+    base_checkpoint: str = ""
+    """What to train instead of such a one."""
     image_channels: int = 0
     """Channels that the denoiser takes beside noisy latents, made of the image in each step: a mask, a depth map."""
     drawn_from: tuple[str, ...] = ()
@@ -142,10 +148,6 @@ class Family(ABC):
     def of_options(self, options: Mapping[str, Any]) -> Family:
         """Return the family of models with these options of ``model_index.json``, of which some change how it works."""
         return self
-
-    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        """Return why a pipeline with these options of ``model_index.json`` cannot be trained, and the remedy."""
-        return None
 
     def check_trained_text(self, *, train_text_encoder: bool, learns_token: bool) -> None:
         """Check that text encoders may be trained, if they are, or if a token is learned.
@@ -348,9 +350,10 @@ class Family(ABC):
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
         """If ``tiling``, make the VAE decode in overlapping tiles of at most ``TILE`` pixels per side."""
         names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
-        before = {name: getattr(vae, name) for name in names}
+        before = {name: getattr(vae, name) for name in names if hasattr(vae, name)}
         if tiling:
             vae.enable_tiling()
+        if tiling and len(before) == len(names):  # those of the VAEs of films have 256 pixels
             vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
             vae.tile_latent_min_size = vae.tile_sample_min_size // vae_factor(vae.config)
         try:
@@ -383,10 +386,6 @@ class Family(ABC):
         import diffusers
 
         return getattr(diffusers, self.pipeline_class)
-
-    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
-        """Return whether a pipeline with these options of ``model_index.json`` draws without guidance at any scale."""
-        return False
 
     def embeds_guidance(self, denoiser_config: Mapping[str, Any]) -> bool:
         """Return whether a denoiser takes the guidance scale as an input, and draws in one pass per step."""

@@ -21,8 +21,6 @@ from sd_lightning.models.families.transformer import (
     T5_TOKENIZER,
     TransformerFamily,
     image_positions,
-    to_latents,
-    to_tokens,
 )
 
 _DOUBLE_STREAM = {
@@ -61,7 +59,6 @@ class Flux1(TransformerFamily):
     }
     frozen = ("text_encoder_2",)
     absent = ("image_encoder", "feature_extractor")
-    width_key = "num_attention_heads"
     max_sequence_length = 512
     num_inference_steps = 28
     guidance_scale = 3.5
@@ -82,20 +79,12 @@ class Flux1(TransformerFamily):
         hidden = text_encoders["text_encoder_2"](input_ids["text_encoder_2"])[0]
         return {"encoder_hidden_states": hidden, "pooled_projections": pooled}
 
-    def denoise(
-        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
-    ) -> Tensor:
-        count, _, height, width = noisy_latents.shape
-        text, device, size = conditioning["encoder_hidden_states"], noisy_latents.device, self.patch_size
-        guidance = conditioning.get("guidance", torch.ones(count, device=device))
-        packed: Tensor = denoiser(
-            hidden_states=to_tokens(noisy_latents, size),
-            timestep=timesteps.expand(count) / 1000,
-            guidance=guidance if self.embeds_guidance(denoiser.config) else None,  # type: ignore[arg-type]
-            pooled_projections=conditioning["pooled_projections"],
-            encoder_hidden_states=text,
-            txt_ids=torch.zeros(text.shape[1], 3, device=device),
-            img_ids=image_positions(height // size, width // size, 3, device),
-            return_dict=False,
-        )[0]
-        return to_latents(packed, height, width, size)
+    def token_inputs(self, denoiser: Any, latents: Tensor, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        rows, columns = (side // self.patch_size for side in latents.shape[2:])
+        given = dict(conditioning)
+        guidance = given.pop("guidance", torch.ones(len(latents), device=latents.device))
+        return given | {
+            "guidance": guidance if self.embeds_guidance(denoiser.config) else None,
+            "txt_ids": torch.zeros(given["encoder_hidden_states"].shape[1], 3, device=latents.device),
+            "img_ids": image_positions(rows, columns, 3, latents.device),
+        }

@@ -21,12 +21,12 @@ from sd_lightning.models.families.transformer import (
     QWEN3,
     ChatFamily,
     image_positions,
-    to_latents,
-    to_tokens,
 )
 
 HIDDEN_STATES = (9, 18, 27)
 """The text encoder's hidden states that are the denoiser's input: ``text_encoder_out_layers`` of the pipeline."""
+PATCH = 2
+"""Side of the patches of the VAE's latents that are one pixel of the denoiser's."""
 _DOUBLE_STREAM = {
     "ff.linear_in": "img_mlp.0",
     "ff.linear_out": "img_mlp.2",
@@ -54,20 +54,20 @@ class Flux2Klein(ChatFamily):
     }
     pipeline_options = {"is_distilled": False}
     stored_options = {"is_distilled": False}
-    width_key = "num_attention_heads"
     lora_targets = (
         *("to_k", "to_q", "to_v", "to_out.0"),
         *("to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"),
     )
     lora_names = _LORA_NAMES
+    patch_size = 1  # of latents that are patches already
     base_checkpoint = "the base checkpoint, such as black-forest-labs/FLUX.2-klein-base-4B"
 
-    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
-        return bool(options.get("is_distilled"))
+    def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
+        return vae_factor(vae_config) * PATCH
 
     def latent_space(self, vae: Any) -> LatentSpace:
         """Return the space of 2 x 2 patches, normalised by the running statistics of the VAE's ``bn``."""
-        config, size = vae.config, self.patch_size
+        config, size = vae.config, PATCH
         return LatentSpace(
             channels=int(config["latent_channels"]) * size**2,
             factor=vae_factor(config),
@@ -76,30 +76,15 @@ class Flux2Klein(ChatFamily):
             scale=(vae.bn.running_var.float() + config["batch_norm_eps"]).rsqrt(),
         )
 
-    def image_tokens(self, height: int, width: int) -> int:
-        return height * width
-
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return three hidden states side by side, ``encoder_hidden_states`` (B, L, 3 * D)."""
         states = self.hidden_states(text_encoders, input_ids)
         return {"encoder_hidden_states": torch.cat([states[number] for number in HIDDEN_STATES], dim=-1)}
 
-    def denoise(
-        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
-    ) -> Tensor:
-        count, _, height, width = noisy_latents.shape
-        text = conditioning["encoder_hidden_states"]
-        device = noisy_latents.device
+    def token_inputs(self, denoiser: Any, latents: Tensor, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        text, device = conditioning["encoder_hidden_states"], latents.device
         # Positions (time, row, column, token): an image has rows and columns, a caption tokens.
         text_ids = torch.zeros(text.shape[1], 4, device=device)
         text_ids[:, 3] = torch.arange(text.shape[1], device=device)
-        packed: Tensor = denoiser(
-            hidden_states=to_tokens(noisy_latents, 1),
-            timestep=timesteps.expand(count) / 1000,
-            guidance=None,
-            encoder_hidden_states=text,
-            txt_ids=text_ids,
-            img_ids=image_positions(height, width, 4, device),
-            return_dict=False,
-        )[0]
-        return to_latents(packed, height, width, 1)
+        image_ids = image_positions(latents.shape[2], latents.shape[3], 4, device)
+        return {"encoder_hidden_states": text, "guidance": None, "txt_ids": text_ids, "img_ids": image_ids}

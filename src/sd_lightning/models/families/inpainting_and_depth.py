@@ -52,7 +52,7 @@ def _blank(pipeline: Any, options: Mapping[str, Any], color: str) -> Image.Image
 
 
 class _WithImageChannels(StableDiffusion):
-    """Base of both.
+    """Base of inpainting and depth: what is made of images goes beside noisy latents, (B, C + N, h, w).
 
     Pictures to begin with are given to the pipeline once per prompt: each then has its own noise in being encoded.
     """
@@ -110,7 +110,10 @@ class DepthToImage(_WithImageChannels):
     def image_inputs(self, pixels: Tensor, parts: Mapping[str, Any], latents: Encode, uniform: Normal) -> Tensor:
         """Return the inverse depth of images in the size of latents, from -1 to 1 in each, as the pipeline does."""
         estimator, images = parts["depth_estimator"], ((pixels.float() + 1) * 127.5).round().to(torch.uint8)
-        features = parts["feature_extractor"](images=list(images.cpu()), return_tensors="pt").pixel_values
+        if pixels.is_meta:  # shapes alone, which the processor of pictures cannot make
+            features = images.new_empty(len(images), 3, *dict(parts["feature_extractor"].size).values())
+        else:
+            features = parts["feature_extractor"](images=list(images.cpu()), return_tensors="pt").pixel_values
         depth = estimator(features.to(estimator.device, estimator.dtype)).predicted_depth.float().unsqueeze(1)
         size = [side // vae_factor(parts["vae"].config) for side in pixels.shape[-2:]]
         depth = F.interpolate(depth, size=size, mode="bicubic", align_corners=False)

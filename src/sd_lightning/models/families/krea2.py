@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
-from sd_lightning.models.families.qwen import FILM_VAE, PREFIX_TOKENS, SUFFIX, QwenFamily
-from sd_lightning.models.families.transformer import CHAT_TOKENIZER, image_positions, to_latents, to_tokens
+from sd_lightning.models.families.qwen import FILM_VAE, SUFFIX, QwenFamily
+from sd_lightning.models.families.transformer import CHAT_TOKENIZER, image_positions
 
 SELECT_LAYERS = tuple(range(2, 36, 3))
 """The text encoder's hidden states that are the denoiser's input, where ``model_index.json`` names none."""
@@ -29,18 +28,18 @@ _LAYERS = {
     "attn.to_gate": "attn.gate",
     **{f"ff.{part}": f"mlp.{part}" for part in ("gate", "up", "down")},
 }
-_OURS: tuple[str, ...] = (
-    "img_in",
-    "time_embed.linear_1",
-    "time_embed.linear_2",
-    "time_mod_proj",
-    "text_fusion.projector",
-)
-_OURS += ("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear")
-_THEIRS = ("first", "tmlp.0", "tmlp.2", "tproj.1", "txtfusion.projector", "txtmlp.1", "txtmlp.3", "last.linear")
+_NAMES = {
+    "img_in": "first",
+    "time_embed.linear_1": "tmlp.0",
+    "time_embed.linear_2": "tmlp.2",
+    "time_mod_proj": "tproj.1",
+    "text_fusion.projector": "txtfusion.projector",
+    "txt_in.linear_1": "txtmlp.1",
+    "txt_in.linear_2": "txtmlp.3",
+    "final_layer.linear": "last.linear",
+}
 _BLOCKS = {"transformer_blocks": "blocks"}
 _BLOCKS |= {f"text_fusion.{each}": f"txtfusion.{each}" for each in ("layerwise_blocks", "refiner_blocks")}
-_NAMES = dict(zip(_OURS, _THEIRS, strict=True))
 _NAMES |= {k: v for ours, theirs in _BLOCKS.items() for k, v in block_names(ours, theirs, _LAYERS).items()}
 """Of Krea's reference, which musubi-tuner and ComfyUI have."""
 
@@ -61,11 +60,11 @@ class Krea2(QwenFamily):
     pipeline_options = {"is_distilled": False, "text_encoder_select_layers": SELECT_LAYERS}
     stored_options = pipeline_options
     select_layers = SELECT_LAYERS
-    width_key = "num_attention_heads"
     lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
     num_inference_steps = 28
     guidance_scale = 4.5
     no_guidance = 0.0  # cond + s * (cond - uncond)
+    distilled_takes_guidance = True
     base_checkpoint = "the Raw checkpoint, krea/Krea-2-Raw"
 
     def of_options(self, options: Mapping[str, Any]) -> Krea2:
@@ -85,36 +84,14 @@ class Krea2(QwenFamily):
 
     def embed(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return hidden states (B, L, layers, D), and a mask (B, L), 0 where padded."""
-        ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
-        # transformers would look at the values of a mask, and of positions on one axis
-        attended = None if mask.is_meta else F.pad(mask, (PREFIX_TOKENS, 0), value=1)
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-        options = {
-            "attention_mask": attended,
-            "position_ids": positions,
-            "output_hidden_states": True,
-            "use_cache": False,
-        }
-        states = text_encoders["text_encoder"].get_decoder()(ids, **options).hidden_states
-        stacked = torch.stack([states[number][:, PREFIX_TOKENS:] for number in self.select_layers], dim=2)
-        return {"encoder_hidden_states": stacked, "encoder_attention_mask": mask.to(stacked.dtype)}
+        states = self.hidden_states(text_encoders, input_ids)
+        stacked = torch.stack([states[number] for number in self.select_layers], dim=2)
+        mask = input_ids[f"text_encoder{MASK}"].to(stacked.dtype)
+        return {"encoder_hidden_states": stacked, "encoder_hidden_states_mask": mask}
 
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        mask = conditioning["encoder_attention_mask"].bool()
-        return {"prompt_embeds": conditioning["encoder_hidden_states"], "prompt_embeds_mask": mask}
-
-    def denoise(
-        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
-    ) -> Tensor:
-        count, _, height, width = noisy_latents.shape
-        size, text = self.patch_size, conditioning["encoder_hidden_states"]
-        positions = image_positions(height // size, width // size, 3, noisy_latents.device)
-        packed: Tensor = denoiser(
-            hidden_states=to_tokens(noisy_latents, size),
-            encoder_hidden_states=text,
-            timestep=timesteps.expand(count) / 1000,
-            position_ids=torch.cat([positions.new_zeros(text.shape[1], 3), positions]),
-            encoder_attention_mask=conditioning["encoder_attention_mask"].bool(),
-            return_dict=False,
-        )[0]
-        return to_latents(packed, height, width, size)
+    def token_inputs(self, denoiser: Any, latents: Tensor, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        text, mask = conditioning["encoder_hidden_states"], conditioning["encoder_hidden_states_mask"].bool()
+        rows, columns = (side // self.patch_size for side in latents.shape[2:])
+        positions = image_positions(rows, columns, 3, latents.device)
+        ids = torch.cat([positions.new_zeros(text.shape[1], 3), positions])
+        return {"encoder_hidden_states": text, "encoder_attention_mask": mask, "position_ids": ids}

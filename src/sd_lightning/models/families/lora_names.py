@@ -1,8 +1,9 @@
 """Names of a denoiser's layers in LoRA files of other front ends.
 
 Sources: ``comfy/lora.py`` of ComfyUI, which reads ``lora_unet_`` and the names of its own networks with underscores,
-for UNets diffusers' names too; ``networks/lora.py`` of kohya's sd-scripts (UNets) and ``networks/lora_flux_2.py`` and
-``lora_zimage.py`` of musubi-tuner, which read the names of theirs.
+for UNets diffusers' names too; ``networks/lora.py``, ``lora_sd3.py`` and ``lora_flux.py`` of kohya's sd-scripts and
+``lora_flux_2.py``, ``lora_zimage.py``, ``lora_qwen_image.py`` and ``lora_krea2.py`` of musubi-tuner, which read the
+names of theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Qwen-Image and Krea 2 share: the VAE, and the text around captions.
+"""What Qwen-Image, Qwen-Image 2.1 and Krea 2 share: the text around captions, and, but for 2.1, the VAE.
 
 The VAE is one of films (Wan 2.1, arXiv 2503.20314, with a decoder for images: arXiv 2508.02324, section 2.3).
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +53,12 @@ class QwenFamily(ChatFamily):
         return [self.prefix + caption + self.suffix for caption in captions]
 
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids (B, 34 + L) with those of :data:`PREFIX`, and a mask (B, L) of the others."""
+        """Return token ids (B, prefix_tokens + L), and a mask (B, L) of the others."""
         found = super().tokenize(tokenizers, captions)
         return {name: each[:, self.prefix_tokens :] if name.endswith(MASK) else each for name, each in found.items()}
 
     def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return all hidden states (B, L, D) after :data:`PREFIX`."""
+        """Return all hidden states (B, L, D) after the prefix."""
         mask = f"text_encoder{MASK}"
         whole = {**input_ids, mask: F.pad(input_ids[mask], (self.prefix_tokens, 0), value=1)}
         return tuple(each[:, self.prefix_tokens :] for each in super().hidden_states(text_encoders, whole))
@@ -87,11 +86,3 @@ class QwenFamily(ChatFamily):
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         return super().decode(vae, latents.unsqueeze(2)).squeeze(2)
-
-    @contextmanager
-    def decoding_in_tiles(self, vae: Any, tiling: bool) -> Iterator[None]:
-        before, vae.use_tiling = vae.use_tiling, vae.use_tiling or tiling  # its own tiles are of 256 pixels
-        try:
-            yield
-        finally:
-            vae.use_tiling = before

@@ -15,7 +15,7 @@ from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.qwen import FILM_VAE, QwenFamily
-from sd_lightning.models.families.transformer import CHAT_TOKENIZER, to_latents, to_tokens
+from sd_lightning.models.families.transformer import CHAT_TOKENIZER
 
 
 class QwenImage(QwenFamily):
@@ -28,7 +28,6 @@ class QwenImage(QwenFamily):
         "text_encoder": Part("transformers", ("Qwen2_5_VLForConditionalGeneration",)),
         "tokenizer": CHAT_TOKENIZER,
     }
-    width_key = "num_attention_heads"
     guidance_option = "true_cfg_scale"
 
     def unused_parameters(self, denoiser: nn.Module) -> list[str]:
@@ -42,20 +41,6 @@ class QwenImage(QwenFamily):
         mask = input_ids[f"text_encoder{MASK}"].to(states.dtype)
         return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask}
 
-    def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
-        names = {"prompt_embeds": "encoder_hidden_states", "prompt_embeds_mask": "encoder_hidden_states_mask"}
-        return {ours: conditioning[theirs] for ours, theirs in names.items()}
-
-    def denoise(
-        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
-    ) -> Tensor:
-        count, _, height, width = noisy_latents.shape
-        size = self.patch_size
-        packed: Tensor = denoiser(
-            hidden_states=to_tokens(noisy_latents, size),
-            timestep=timesteps.expand(count) / 1000,
-            img_shapes=[[(1, height // size, width // size)]] * count,
-            return_dict=False,
-            **conditioning,
-        )[0]
-        return to_latents(packed, height, width, size)
+    def token_inputs(self, denoiser: Any, latents: Tensor, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        rows, columns = (side // self.patch_size for side in latents.shape[2:])
+        return {"img_shapes": [[(1, rows, columns)]] * len(latents), **conditioning}

@@ -20,12 +20,12 @@ from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
 from sd_lightning.models.families.qwen_image import QwenImage
 
-SLOT = 2
+SLOT_SIZE = 2
 """Side of the squares of an image's tokens that are one token of a chat model that sees; they divide images."""
 PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 PREFIX_TOKENS = 14
 """Of :data:`PREFIX`, by the published tokenizer; the pipeline counts them."""
-SEES = {
+PROCESSOR_FILES = {
     "preprocessor_config.json": '{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16}\n',
     "video_preprocessor_config.json": '{"video_processor_type": "Qwen3VLVideoProcessor"}\n',
 }
@@ -46,18 +46,12 @@ class QwenImage21(QwenImage):
         "processor": Part("transformers", ("Qwen3VLProcessor",), loads="PreTrainedTokenizerFast"),
     }
     pipeline_options = stored_options = {"sample_sigmas": None}
+    distilled_by, base_checkpoint = "sample_sigmas", "the base checkpoint, Qwen/Qwen-Image-2.1"
     # The published model is made to draw without guidance.
     num_inference_steps, guidance_scale, patch_size = 40, 1.0, 1
     prefix, prefix_tokens, max_sequence_length = PREFIX, PREFIX_TOKENS, 512 + PREFIX_TOKENS
     words = rf"Com|pre|hend|{QwenImage.words}"
     chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
-
-    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        why = "it has sample_sigmas: it draws in few steps without guidance, which training would undo; train "
-        return f"{why}the base checkpoint, Qwen/Qwen-Image-2.1" if options.get("sample_sigmas") else None
-
-    def ignores_guidance(self, options: Mapping[str, Any]) -> bool:
-        return bool(options.get("sample_sigmas"))
 
     def unused_parameters(self, denoiser: nn.Module) -> list[str]:
         return []
@@ -71,16 +65,13 @@ class QwenImage21(QwenImage):
     def adapt(self, tokenizer: Any) -> None:
         tokenizer.add_tokens(["<|image_pad|>"])
         super().adapt(tokenizer)
-        tokenizer.chat_template, tokenizer.processor_files = self.chat_template, SEES
+        tokenizer.chat_template, tokenizer.processor_files = self.chat_template, PROCESSOR_FILES
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
         return super().prompts(tokenizer, [f"<|im_start|>user\n{caption or ' '}" for caption in captions])
 
     def for_pipeline(self, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
         return {name: TextProcessor(tokenizer) for name, tokenizer in tokenizers.items()}
-
-    def unread(self, mask: Tensor) -> Any:
-        return mask.bool()[:, None, None].expand(-1, 1, mask.shape[1], -1)
 
     def embed(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return the last hidden state before its norm, ``encoder_hidden_states`` (B, L, D), and its mask (B, L)."""
@@ -94,7 +85,7 @@ class QwenImage21(QwenImage):
     # Pixels
 
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
-        return vae_factor(vae_config) * SLOT
+        return vae_factor(vae_config) * SLOT_SIZE
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         return super().encode(vae, F.pad(pixel_values, (0, 0, 0, 0, 0, 1), value=1.0))
@@ -107,7 +98,7 @@ class QwenImage21(QwenImage):
         count, _, height, width = noisy_latents.shape
         mask = conditioning["encoder_hidden_states_mask"].bool()
         length, host = mask.shape[1], "cpu" if mask.is_meta else mask.device
-        image = torch.tensor([False] * length + [True] * (height * width // SLOT**2)).to(host)
+        image = torch.tensor([False] * length + [True] * (height * width // SLOT_SIZE**2)).to(host)
         slots = {"img_mask": image.expand(count, -1), "img_shapes": [[(1, height, width)]] * count}
         tokens, times = noisy_latents.flatten(2).mT, timesteps.expand(count) / 1000
         methods = _layout(denoiser, mask, height, width)

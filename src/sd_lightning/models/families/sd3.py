@@ -52,7 +52,6 @@ class StableDiffusion3(TransformerFamily):
     absent = ("image_encoder", "feature_extractor")
     optional = ("text_encoder_3",)
     frozen = ("text_encoder_3",)
-    width_key = "num_attention_heads"
     max_sequence_length = T5_LENGTH
     num_inference_steps = 28
     guidance_scale = 7.0

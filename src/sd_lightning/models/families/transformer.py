@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_lightning.models.families.architecture import Component, Part
 from sd_lightning.models.families.base import MASK, Family
@@ -55,21 +55,12 @@ class TransformerFamily(Family):
     guidance_scale = 4.0
     guidance_option: str = "guidance_scale"
     """The pipeline's argument for the scale of classifier-free guidance."""
+    width_key = "num_attention_heads"
     patch_size = 2
-    """Pixels of the VAE's latents along one side that are one token."""
-    base_checkpoint: str = ""
-    """What to train instead of a distilled checkpoint."""
+    """Side of the squares of the denoiser's latents that are one token."""
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return int(components["vae"].config["sample_size"])
-
-    def refusal_to_train(self, options: Mapping[str, Any]) -> str | None:
-        if not options.get("is_distilled"):
-            return None
-        return (
-            "is_distilled is true: it draws in few steps without guidance, which training would undo; train "
-            f"{self.base_checkpoint}"
-        )
 
     def size_multiple(self, vae_config: Mapping[str, Any]) -> int:
         return vae_factor(vae_config) * self.patch_size
@@ -84,7 +75,20 @@ class TransformerFamily(Family):
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         """Return encoded captions as arguments of the pipeline; "negative_" goes before those of guidance."""
         names = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
-        return {names[key]: value for key, value in conditioning.items()}
+        names["encoder_hidden_states_mask"] = "prompt_embeds_mask"
+        return {names[key]: value.bool() if key.endswith(MASK) else value for key, value in conditioning.items()}
+
+    def token_inputs(self, denoiser: Any, latents: Tensor, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a denoiser of tokens takes beside those of noisy latents (B, C, h, w), and time."""
+        raise NotImplementedError(f"{type(self).__name__}.token_inputs")
+
+    def denoise(
+        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
+    ) -> Tensor:
+        size, (count, _, height, width) = self.patch_size, noisy_latents.shape
+        tokens, times = to_tokens(noisy_latents, size), timesteps.expand(count) / 1000
+        inputs = self.token_inputs(denoiser, noisy_latents, conditioning)
+        return to_latents(denoiser(tokens, timestep=times, return_dict=False, **inputs)[0], height, width, size)
 
     def encode_prompts(self, pipeline: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return captions as arguments of the pipeline, encoded as for training, on its device and in its dtype."""
@@ -131,16 +135,12 @@ class ChatFamily(TransformerFamily):
         "{% if add_generation_prompt %} :{% if enable_thinking is false %} ;{% endif %}{% endif %}"
     )
     enable_thinking: bool = False
-    """Whether the pipeline's prompts leave thinking on."""
+    """``enable_thinking`` of the chat template, as the pipeline gives it."""
 
     def prompts(self, tokenizer: Any, captions: Sequence[str]) -> list[str]:
         """Return the captions as a user's messages, by the tokenizer's chat template."""
         options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": self.enable_thinking}
         return [tokenizer.apply_chat_template([{"role": "user", "content": each}], **options) for each in captions]
-
-    def unread(self, mask: Tensor) -> Any:
-        """Return a mask (B, L) in a form of which the text encoder reads no values, nothing masked."""
-        return {"full_attention": None}
 
     def hidden_states(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return all hidden states (B, L, D) of a chat model, without the logits that its last layer would make.
@@ -152,6 +152,7 @@ class ChatFamily(TransformerFamily):
             input_ids: From :meth:`tokenize`; on the meta device, which has no values, nothing is masked.
         """
         ids, mask = input_ids["text_encoder"], input_ids[f"text_encoder{MASK}"]
-        attended = self.unread(mask) if mask.is_meta else mask  # transformers would look at the mask's values
+        # transformers would look at the values of a mask (B, L), not at those of one (B, 1, L, L)
+        attended = mask.bool()[:, None, None].expand(-1, 1, mask.shape[1], -1) if mask.is_meta else mask
         options = {"attention_mask": attended, "output_hidden_states": True, "use_cache": False}
         return text_encoders["text_encoder"].get_decoder()(ids, **options).hidden_states

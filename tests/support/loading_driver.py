@@ -87,10 +87,10 @@ WIDE: dict[str, dict[str, Any]] = {
         "num_layers": 12,
     },
     "tiny_sd3": {
-        "num_attention_heads": 6,
+        "num_attention_heads": 8,
         "attention_head_dim": 64,
-        "caption_projection_dim": 384,
-        "num_layers": 12,
+        "caption_projection_dim": 512,
+        "num_layers": 10,
     },
     "tiny_flux": {
         "num_attention_heads": 8,

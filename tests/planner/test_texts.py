@@ -20,6 +20,7 @@ def bill(**changes: Any) -> TextBill:
     """Return one by which a store is best."""
     figures = {"caption_bytes": 8_000_000, "latents_bytes": 500_000, "drops_padding": False, "captions": 100_000}
     figures |= {"seconds": 0.1, "share": 0.2, "read_per_second": 0.1 * READABLE, "memory_share": 0.3}
+    figures["needs_images"] = False
     return TextBill(**(figures | changes))  # type: ignore[arg-type]
 
 
@@ -35,6 +36,7 @@ def bill(**changes: Any) -> TextBill:
         ({"share": 0.01}, "store"),
         ({"share": 0.01, "memory_share": 0.05}, "online"),
         ({"memory_share": 0.05}, "store"),
+        ({"needs_images": True}, "online"),
     ],
 )
 def test_the_cheapest_way_is_recommended(changes: dict[str, Any], choice: str) -> None:

@@ -40,6 +40,8 @@ class TextBill:
     """Bytes that all GPUs of the training would read from a store per second."""
     memory_share: float
     """Part of a GPU's memory that the text encoders take during the training."""
+    needs_images: bool
+    """Whether the denoiser also takes what is made of images, so that no store has all."""
 
     @classmethod
     def of(cls, search: Search, plan: TrainingPlan, captions: int | None = None) -> TextBill:
@@ -61,6 +63,7 @@ class TextBill:
             seconds / (rest + seconds),
             count * caption_bytes / rest,
             stays * run.encoder_dtype.itemsize * weights / plan.cluster.memory,
+            model.family.image_channels > 0,
         )
 
     @property
@@ -69,7 +72,7 @@ class TextBill:
         if self.captions is not None and self.captions * self.caption_bytes <= CACHED_CAPTIONS_BYTES:
             return "cache"
         is_cheap = self.share < NEGLIGIBLE and self.memory_share < _SMALL
-        if is_cheap or self.read_per_second > READABLE:
+        if is_cheap or self.needs_images or self.read_per_second > READABLE:
             return "online"
         return "trim" if self.drops_padding else "store"
 

@@ -45,11 +45,6 @@ LORA = {
         "learning_rate=2e-3",
         "max_train_steps=300",
     ),
-    "tiny_qwen_image_21": (
-        "lora.target_modules=[to_q,to_k,to_v,to_out.0,img_mlp.proj,img_mlp.gate_layer,img_mlp.out]",
-        "learning_rate=3e-3",
-        "max_train_steps=300",
-    ),
 }
 """Adapters on all linear layers of attention, and on those of the perceptrons beside it."""
 
@@ -66,7 +61,6 @@ LORA = {
         pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),
         pytest.param("tiny_z_image", 1, id="Z-Image, seed 1", marks=IN_FULL),
         pytest.param("tiny_qwen_image", 0, id="Qwen-Image", marks=IN_FULL),
-        pytest.param("tiny_qwen_image_21", 0, id="Qwen-Image 2.1", marks=IN_FULL),
         pytest.param("tiny_krea2", 0, id="Krea 2", marks=IN_FULL),
     ],
 )

@@ -183,7 +183,7 @@ class LatentDiffusion(PipelineParts):
     def truncated(self, captions: Sequence[str]) -> list[bool]:
         """Return, for each caption, whether :meth:`tokenize` truncates it for any text encoder."""
         family = self.family
-        tokenizers = [self.tokenizers[family.tokenizer_of(name)] for name in family.text_encoders]
+        tokenizers = [self.tokenizers[family.tokenizer_of(name)] for name in self.text_encoders]
         limits = [(tokenizer, family.max_length(tokenizer)) for tokenizer in tokenizers]
         long = {
             caption

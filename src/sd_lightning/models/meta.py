@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
     """Return the floating-point operations of forward and backward for one sample.
 
     Backward counts as twice the forward. Recomputation by activation checkpointing does not count, as in the model
-    FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B).
+    FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B). Nor do frozen encoders.
 
     Args:
         model: The model.
@@ -82,7 +83,16 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
 
     family = model.family
     encoders = list(model.text_encoders) if conditioning is None else []
-    networks = meta_networks(model, [family.denoiser, *encoders])
+    networks: dict[str, Any] = {**meta_networks(model, [family.denoiser, *encoders])}
+    of_frozen: list[int] = []
+
+    def uncounted(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = counter.get_total_flops()
+        made = network(*args, **kwargs)
+        of_frozen.append(counter.get_total_flops() - before)
+        return made
+
+    networks |= {name: partial(uncounted, networks[name]) for name in encoders if name in family.frozen}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         if conditioning is None:
             height, width = (size * model.latent_space.stride for size in latents.shape[-2:])
@@ -90,4 +100,4 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
         else:
             conditioning = map_conditioning(conditioning, one)
         family.denoise(networks[family.denoiser], one(latents).float(), torch.zeros(1, device="meta"), conditioning)
-    return 3 * counter.get_total_flops()
+    return 3 * (counter.get_total_flops() - sum(of_frozen))

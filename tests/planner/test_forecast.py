@@ -120,6 +120,23 @@ def of_tiny(strategy: Any = None, **options: Any) -> Forecast:
     return forecaster.forecast(footprint)
 
 
+def test_a_frozen_text_encoder_beside_trained_ones_is_counted_without_images_to_encode() -> None:
+    model = LatentDiffusion.build("tiny_sd3", device="meta")
+    t5 = sum(2 * p.numel() for p in model.networks["text_encoder_3"].parameters())
+
+    def counted(**options: Any) -> dict[str, Any]:
+        run = TrainingRun(batch_size=1, resolution=32, encodes=False, encoder_dtype=torch.bfloat16, **options)
+        forecaster = Forecaster(model, run)
+        footprint = engine_of(GeminiStrategy()).footprint(forecaster.workload)
+        assert footprint is not None
+        return phases(forecaster.forecast(footprint))
+
+    assert counted(train_text_encoder=True)["a training step"]["encoders"] == t5
+    moved = counted(train_text_encoder=True, offload_encoders=True)
+    assert moved["encoding"]["encoders"] == t5 and "encoders" not in moved["a training step"]
+    assert "encoders" not in counted()["a training step"], "its embeddings are stored"
+
+
 def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     networks = LatentDiffusion.build("tiny", device="meta").networks
     encoders = sum(4 * p.numel() for name in ("vae", "text_encoder") for p in networks[name].parameters())

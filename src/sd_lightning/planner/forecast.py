@@ -216,10 +216,13 @@ class Forecaster:
             self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
             Phase("the optimizer's step", always + _held(footprint.device, When.AS_READY, When.UPDATE)),
         ]
-        waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
+        waiting = Counter({"encoders": self._bytes_of(self._frozen) * run.offload_encoders})
         if run.encodes:
             encoding = Counter(activations=self._encoding(batch_size or run.batch_size))
             phases.append(Phase("encoding", always + waiting + encoding))
+        elif run.offload_encoders and self._beside_trained:
+            beside = Counter(encoders=self._bytes_of(self._beside_trained))
+            phases.append(Phase("encoding", always + beside))
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
@@ -238,8 +241,8 @@ class Forecaster:
             averaged, apart = footprint.averaged, run.offload_averages
             always["EMA"] += 0 if apart else _FLOAT_BYTES * averaged
             always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
-        if run.encodes and not run.offload_encoders:
-            always["encoders"] += self._encoder_bytes
+        if not run.offload_encoders:
+            always["encoders"] += self._bytes_of(self._frozen if run.encodes else self._beside_trained)
         always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
         return always
 
@@ -294,10 +297,14 @@ class Forecaster:
         family = self._given.family if isinstance(self._given, LatentDiffusion) else None
         return _FLOAT_BYTES // (2 if family is not None and name in family.frozen else 1)
 
-    @cached_property
-    def _encoder_bytes(self) -> int:
-        dtypes = dict.fromkeys(self._frozen, self.run.encoder_dtype)
-        if isinstance(self._given, LatentDiffusion):  # in float32 if it overflows
+    @property
+    def _beside_trained(self) -> list[str]:
+        """Names of the frozen text encoders that compute in each step, as others are trained."""
+        return [name for name in self._frozen if self.run.train_text_encoder and name in self.model.family.frozen]
+
+    def _bytes_of(self, frozen: Sequence[str]) -> int:
+        dtypes = dict.fromkeys(frozen, self.run.encoder_dtype)
+        if "vae" in dtypes and isinstance(self._given, LatentDiffusion):  # in float32 if it overflows
             dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, self.run.encoder_dtype)
         return sum(dtype.itemsize * self._numel[name] for name, dtype in dtypes.items())
 
@@ -306,7 +313,7 @@ class Forecaster:
         """Bytes on the GPU of a process that only encodes, as many images at a time as ``LatentEncoder`` takes."""
         count = images_per_call(self.run.resolution, self.run.resolution)
         activations = max(encoding_peak(self.model, self.run, count), self._encoding_captions(count))
-        return DEVICE_ALLOWANCE + self._encoder_bytes + activations
+        return DEVICE_ALLOWANCE + self._bytes_of(self._frozen) + activations
 
     def _encoding(self, batch_size: int) -> int:
         """Return the bytes of activations while a batch is encoded."""

@@ -153,8 +153,8 @@ class LatentDiffusion(PipelineParts):
         return self.family.latent_space(self.vae)
 
     def draws_in_float32(self, network: str) -> bool:
-        """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""
-        return self.family.draws_in_float32(self.networks[network])
+        """Return whether that network computes in float32 instead of float16; see :meth:`Family.draws_in_float32`."""
+        return self.family.draws_in_float32(network, self.networks[network])
 
     def use_scheduler(self, overrides: Mapping[str, Any]) -> None:
         """Change the scheduler that the model samples with, also once exported.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sd_lightning.models.checkpointing import KINDS
-from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call, kept_in_float32
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
 from sd_lightning.planner.passes import caption_numel, captions_encoded, drawing_peak, encoding_peak
@@ -302,11 +302,14 @@ class Forecaster:
         """Names of the frozen text encoders that compute in each step, as others are trained."""
         return [name for name in self._frozen if self.run.train_text_encoder and name in self.model.family.frozen]
 
-    def _bytes_of(self, frozen: Sequence[str]) -> int:
-        dtypes = dict.fromkeys(frozen, self.run.encoder_dtype)
-        if "vae" in dtypes and isinstance(self._given, LatentDiffusion):  # in float32 if it overflows
-            dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, self.run.encoder_dtype)
-        return sum(dtype.itemsize * self._numel[name] for name, dtype in dtypes.items())
+    def _bytes_of(self, names: Iterable[str], dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of networks in a dtype, that of the encoders if not given; in float32 what overflows."""
+        dtypes = dict.fromkeys(names, dtype or self.run.encoder_dtype)
+        if "vae" in dtypes and isinstance(self._given, LatentDiffusion):
+            dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, dtypes["vae"])
+        networks = self.subject.networks
+        wide = sum(2 * w.numel() for name, each in dtypes.items() for w in kept_in_float32(networks[name], each))
+        return wide + sum(each.itemsize * self._numel[name] for name, each in dtypes.items())
 
     @property
     def encoder_memory(self) -> int:
@@ -341,7 +344,7 @@ class Forecaster:
         """The whole model in the dtype of class images, and the activations of drawing them."""
         model, dtype = self.model, self.run.prior_dtype
         vae_dtype = model.family.vae_dtype(model.vae, dtype)
-        weights = sum((vae_dtype if name == "vae" else dtype).itemsize * self._numel[name] for name in model.networks)
+        weights = self._bytes_of(model.networks, dtype)
         drawn = self._drawing(self.run.prior_batch_size, dtype, vae_dtype)
         return {"weights": weights, "activations": drawn, "allowance": DEVICE_ALLOWANCE}
 

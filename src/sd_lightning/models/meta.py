@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,17 +82,12 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
 
     family = model.family
     encoders = list(model.text_encoders) if conditioning is None else []
-    networks: dict[str, Any] = {**meta_networks(model, [family.denoiser, *encoders])}
-    of_frozen: list[int] = []
-
-    def uncounted(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = counter.get_total_flops()
-        made = network(*args, **kwargs)
-        of_frozen.append(counter.get_total_flops() - before)
-        return made
-
-    networks |= {name: partial(uncounted, networks[name]) for name in encoders if name in family.frozen}
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    networks = meta_networks(model, [family.denoiser, *encoders])
+    counter, of_frozen = FlopCounterMode(display=False), list[int]()
+    for network in [networks[name] for name in encoders if name in family.frozen]:
+        network.register_forward_pre_hook(lambda *_: of_frozen.append(-counter.get_total_flops()))
+        network.register_forward_hook(lambda *_: of_frozen.append(counter.get_total_flops()))
+    with torch.no_grad(), counter:
         if conditioning is None:
             height, width = (size * model.latent_space.stride for size in latents.shape[-2:])
             conditioning = model.condition(networks, meta_batch(model, 1, height=height, width=width))

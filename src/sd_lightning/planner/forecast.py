@@ -216,13 +216,12 @@ class Forecaster:
             self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
             Phase("the optimizer's step", always + _held(footprint.device, When.AS_READY, When.UPDATE)),
         ]
-        waiting = Counter({"encoders": self._bytes_of(self._frozen) * run.offload_encoders})
+        waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
         if run.encodes:
             encoding = Counter(activations=self._encoding(batch_size or run.batch_size))
             phases.append(Phase("encoding", always + waiting + encoding))
         elif run.offload_encoders and self._beside_trained:
-            beside = Counter(encoders=self._bytes_of(self._beside_trained))
-            phases.append(Phase("encoding", always + beside))
+            phases.append(Phase("encoding", always + Counter(encoders=self._beside_trained)))
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
@@ -242,7 +241,7 @@ class Forecaster:
             always["EMA"] += 0 if apart else _FLOAT_BYTES * averaged
             always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
         if not run.offload_encoders:
-            always["encoders"] += self._bytes_of(self._frozen if run.encodes else self._beside_trained)
+            always["encoders"] += self._encoder_bytes if run.encodes else self._beside_trained
         always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
         return always
 
@@ -297,26 +296,30 @@ class Forecaster:
         family = self._given.family if isinstance(self._given, LatentDiffusion) else None
         return _FLOAT_BYTES // (2 if family is not None and name in family.frozen else 1)
 
-    @property
-    def _beside_trained(self) -> list[str]:
-        """Names of the frozen text encoders that compute in each step, as others are trained."""
-        return [name for name in self._frozen if self.run.train_text_encoder and name in self.model.family.frozen]
+    @cached_property
+    def _encoder_bytes(self) -> int:
+        return self._bytes_of(self._frozen)
+
+    @cached_property
+    def _beside_trained(self) -> int:
+        """Bytes of the frozen text encoders that compute in each step, as others are trained."""
+        frozen = self.model.family.frozen if self.run.train_text_encoder else ()
+        return self._bytes_of(name for name in self._frozen if name in frozen)
 
     def _bytes_of(self, names: Iterable[str], dtype: torch.dtype | None = None) -> int:
         """Return the bytes of networks in a dtype, that of the encoders if not given; in float32 what overflows."""
         dtypes = dict.fromkeys(names, dtype or self.run.encoder_dtype)
         if "vae" in dtypes and isinstance(self._given, LatentDiffusion):
             dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, dtypes["vae"])
-        networks = self.subject.networks
-        wide = sum(2 * w.numel() for name, each in dtypes.items() for w in kept_in_float32(networks[name], each))
-        return wide + sum(each.itemsize * self._numel[name] for name, each in dtypes.items())
+        wide = [w.numel() for name, each in dtypes.items() for w in kept_in_float32(self.subject.networks[name], each)]
+        return sum(dtypes[name].itemsize * self._numel[name] for name in dtypes) + 2 * sum(wide)
 
     @property
     def encoder_memory(self) -> int:
         """Bytes on the GPU of a process that only encodes, as many images at a time as ``LatentEncoder`` takes."""
         count = images_per_call(self.run.resolution, self.run.resolution)
         activations = max(encoding_peak(self.model, self.run, count), self._encoding_captions(count))
-        return DEVICE_ALLOWANCE + self._bytes_of(self._frozen) + activations
+        return DEVICE_ALLOWANCE + self._encoder_bytes + activations
 
     def _encoding(self, batch_size: int) -> int:
         """Return the bytes of activations while a batch is encoded."""

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import T5EncoderModel
 
 import small_training as small
 from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDLightningModule
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.generate import GenerationRequest, _checked
+from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.families import architecture
 from sd_lightning.models.generation import generate
+from sd_lightning.quantization.int8 import Int8, quantize_
 
 PROMPTS = ["a handwritten three", "a drawing of a eight"]
 TIMES = torch.tensor([100.0, 900.0])
@@ -138,3 +141,46 @@ def test_clip_is_trained_and_t5_is_not(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["text_encoder_2"] == ["transformers", "T5EncoderModel"] and index["image_encoder"] == [None, None]
+
+
+@pytest.fixture
+def overflowing() -> LatentDiffusion:
+    """A model whose T5 has activations beyond 65504, as the published one has in its feed-forward layers."""
+    model = LatentDiffusion.build("tiny_flux", seed=3)
+    t5: Any = model.networks["text_encoder_2"]
+    with torch.no_grad():
+        for block in t5.encoder.block:
+            block.layer[-1].DenseReluDense.wo.weight.mul_(1e6)
+    return model
+
+
+def captions_of(model: LatentDiffusion) -> Any:
+    with torch.no_grad():
+        return model.family.embed(model.text_encoders, model.tokenize(["a red digit", "two"]))["encoder_hidden_states"]
+
+
+def test_t5_in_float16_encodes_as_transformers_does(overflowing: LatentDiffusion, tmp_path: Path) -> None:
+    exact = captions_of(overflowing)
+    overflowing.save_pretrained(tmp_path)
+    half = T5EncoderModel.from_pretrained(tmp_path / "text_encoder_2", dtype=torch.float16)
+    encoder = LatentEncoder(overflowing, dtype="float16").to(torch.device("cpu"))
+    ids = overflowing.tokenize(["a red digit", "two"])
+    made = encoder.embed(ids)["encoder_hidden_states"]
+    with torch.no_grad():
+        assert torch.equal(made, half(ids["text_encoder_2"])[0].float())
+    assert (made - exact).norm() < 0.01 * exact.norm()  # type: ignore[operator]
+
+
+def test_t5_in_int8_and_float16_does_not_overflow(overflowing: LatentDiffusion) -> None:
+    exact = captions_of(overflowing)
+    made = captions_of(quantize_(overflowing, Int8(dtype="float16")))
+    assert (made - exact).norm() < 0.05 * exact.norm()
+
+
+def test_autocast_to_float16_does_not_reach_t5_when_drawing(overflowing: LatentDiffusion) -> None:
+    family: Any = overflowing.family
+    pipeline = overflowing.pipeline()
+    with torch.no_grad():
+        exact = family.encode_prompts(pipeline, ["two"])["prompt_embeds"]
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(family.encode_prompts(pipeline, ["two"])["prompt_embeds"], exact)

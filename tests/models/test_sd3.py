@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5TokenizerFast
 
 import small_training as small
@@ -17,6 +18,7 @@ from sd_lightning.models.generation import generate
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.loading import check_pretrained
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
+from sd_lightning.models.meta import meta_batch, meta_networks, training_flops_per_sample
 from sd_lightning.planner.passes import inference_bytes
 
 PROMPTS = ["a handwritten three", "a drawing of a eight"]
@@ -64,6 +66,18 @@ def test_clip_is_trained_beside_a_frozen_t5(whole: Path, offload: bool) -> None:
     assert not t5.training and not any(p.requires_grad for p in t5.parameters())
     assert changed(model, before) - {"vae"} == {"transformer", *CLIPS}
     assert all(p.grad is None for p in t5.parameters())
+
+
+def test_operations_of_trained_clip_are_counted_and_those_of_a_frozen_t5_are_not() -> None:
+    model = LatentDiffusion.build("tiny_sd3", device="meta")
+    batch = meta_batch(model, 1)
+    networks = meta_networks(model, tuple(model.text_encoders))
+    with torch.no_grad(), FlopCounterMode(display=False) as clip:
+        for name in sorted(CLIPS):
+            networks[name](batch["input_ids"][name])
+    conditioning = model.condition(networks, batch)
+    frozen, trained = (training_flops_per_sample(model, batch["latents"], each) for each in (conditioning, None))
+    assert trained - frozen == 3 * clip.get_total_flops() > 0
 
 
 def test_losses_with_trained_encoders_begin_as_those_with_frozen_ones(whole: Path) -> None:
@@ -141,7 +155,7 @@ def test_a_pipeline_without_t5_is_described_trained_and_saved_without_it(
     check_pretrained("tiny_sd3", str(lacking))
     described, model = LatentDiffusion.describe(lacking), LatentDiffusion.from_pretrained(lacking)
     assert described.networks.keys() == model.networks.keys() == {"transformer", "vae", *CLIPS}
-    assert model.tokenize(PROMPTS).keys() == CLIPS
+    assert model.tokenize(PROMPTS).keys() == CLIPS and model.truncated([*PROMPTS, "a " * 100]) == [False, False, True]
     assert text_kind(model) != text_kind(LatentDiffusion.from_pretrained(whole))
     assert inference_bytes(described, height=32, width=32) < inference_bytes(
         LatentDiffusion.describe(whole), height=32, width=32

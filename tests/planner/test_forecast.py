@@ -14,6 +14,7 @@ from sd_lightning import LatentDiffusion
 from sd_lightning.apps.dreambooth import predict_memory
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.planner.footprint import When
@@ -118,6 +119,35 @@ def of_tiny(strategy: Any = None, **options: Any) -> Forecast:
     footprint = engine_of(strategy or GeminiStrategy()).footprint(forecaster.workload)
     assert footprint is not None
     return forecaster.forecast(footprint)
+
+
+def test_a_frozen_text_encoder_beside_trained_ones_is_counted_without_images_to_encode() -> None:
+    model = LatentDiffusion.build("tiny_sd3", device="meta")
+    t5 = sum(2 * p.numel() for p in model.networks["text_encoder_3"].parameters())
+
+    def counted(**options: Any) -> dict[str, Any]:
+        run = TrainingRun(batch_size=1, resolution=32, encodes=False, encoder_dtype=torch.bfloat16, **options)
+        forecaster = Forecaster(model, run)
+        footprint = engine_of(GeminiStrategy()).footprint(forecaster.workload)
+        assert footprint is not None
+        return phases(forecaster.forecast(footprint))
+
+    assert counted(train_text_encoder=True)["a training step"]["encoders"] == t5
+    moved = counted(train_text_encoder=True, offload_encoders=True)
+    assert moved["encoding"]["encoders"] == t5 and "encoders" not in moved["a training step"]
+    assert "encoders" not in counted()["a training step"], "its embeddings are stored"
+
+
+def test_what_overflows_in_float16_is_counted_in_float32() -> None:
+    model = LatentDiffusion.build("tiny_flux", device="meta")
+    run = TrainingRun(1, 32, encoder_dtype=torch.float16)
+    forecaster = Forecaster(model, run)
+    footprint = engine_of(GeminiStrategy()).footprint(forecaster.workload)
+    assert footprint is not None
+    counted = phases(forecaster.forecast(footprint))["a training step"]["encoders"]
+    LatentEncoder(model, dtype="float16").to(torch.device("meta"))
+    networks = [model.networks[name] for name in ("vae", "text_encoder", "text_encoder_2")]
+    assert counted == sum(p.nbytes for network in networks for p in network.parameters())
 
 
 def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:

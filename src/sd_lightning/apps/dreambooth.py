@@ -21,6 +21,7 @@ from sd_lightning.apps.planning import run_of
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.apps.settings import options
 from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
+from sd_lightning.models.encoder import cast_
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
@@ -321,7 +322,7 @@ def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPictu
         dtype = getattr(torch, precision)
         for name, network in model.networks.items():  # a VAE that overflows in float16 is not cast
             kept = model.family.vae_dtype(network, dtype) if name == "vae" else dtype
-            torch.nn.Module.to(network, dtype=kept)  # diffusers' own method warns
+            cast_(network, kept)
     model.read_deferred(device)
     class_images.draw(model, missing, options=sampling, device=device, source=base)
 

@@ -226,7 +226,7 @@ def load_int8_network(
     network, component, deferred = defer_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
     )
-    cast_rest(network, config, upcast=family.draws_in_float32(network))
+    cast_rest(network, config, upcast=family.draws_in_float32(folder.name, network))
     for _, layer in int8_layers(network):
         layer.weight = torch.empty_like(layer.weight, device="cpu")
         layer.weight_scale = torch.empty_like(layer.weight_scale, device="cpu")

@@ -153,8 +153,8 @@ class LatentDiffusion(PipelineParts):
         return self.family.latent_space(self.vae)
 
     def draws_in_float32(self, network: str) -> bool:
-        """Return whether diffusers' pipeline computes with that network in float32 instead of float16."""
-        return self.family.draws_in_float32(self.networks[network])
+        """Return whether that network computes in float32 instead of float16; see :meth:`Family.draws_in_float32`."""
+        return self.family.draws_in_float32(network, self.networks[network])
 
     def use_scheduler(self, overrides: Mapping[str, Any]) -> None:
         """Change the scheduler that the model samples with, also once exported.
@@ -183,7 +183,7 @@ class LatentDiffusion(PipelineParts):
     def truncated(self, captions: Sequence[str]) -> list[bool]:
         """Return, for each caption, whether :meth:`tokenize` truncates it for any text encoder."""
         family = self.family
-        tokenizers = [self.tokenizers[family.tokenizer_of(name)] for name in family.text_encoders]
+        tokenizers = [self.tokenizers[family.tokenizer_of(name)] for name in self.text_encoders]
         limits = [(tokenizer, family.max_length(tokenizer)) for tokenizer in tokenizers]
         long = {
             caption

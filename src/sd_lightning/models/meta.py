@@ -68,7 +68,7 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
     """Return the floating-point operations of forward and backward for one sample.
 
     Backward counts as twice the forward. Recomputation by activation checkpointing does not count, as in the model
-    FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B).
+    FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B). Nor do frozen encoders.
 
     Args:
         model: The model.
@@ -83,11 +83,15 @@ def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, condition
     family = model.family
     encoders = list(model.text_encoders) if conditioning is None else []
     networks = meta_networks(model, [family.denoiser, *encoders])
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter, of_frozen = FlopCounterMode(display=False), list[int]()
+    for network in [networks[name] for name in encoders if name in family.frozen]:
+        network.register_forward_pre_hook(lambda *_: of_frozen.append(-counter.get_total_flops()))
+        network.register_forward_hook(lambda *_: of_frozen.append(counter.get_total_flops()))
+    with torch.no_grad(), counter:
         if conditioning is None:
             height, width = (size * model.latent_space.stride for size in latents.shape[-2:])
             conditioning = model.condition(networks, meta_batch(model, 1, height=height, width=width))
         else:
             conditioning = map_conditioning(conditioning, one)
         family.denoise(networks[family.denoiser], one(latents).float(), torch.zeros(1, device="meta"), conditioning)
-    return 3 * counter.get_total_flops()
+    return 3 * (counter.get_total_flops() - sum(of_frozen))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sd_lightning.models.checkpointing import KINDS
-from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call, kept_in_float32
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
 from sd_lightning.planner.passes import caption_numel, captions_encoded, drawing_peak, encoding_peak
@@ -220,6 +220,8 @@ class Forecaster:
         if run.encodes:
             encoding = Counter(activations=self._encoding(batch_size or run.batch_size))
             phases.append(Phase("encoding", always + waiting + encoding))
+        elif run.offload_encoders and self._beside_trained:
+            phases.append(Phase("encoding", always + Counter(encoders=self._beside_trained)))
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
@@ -238,8 +240,8 @@ class Forecaster:
             averaged, apart = footprint.averaged, run.offload_averages
             always["EMA"] += 0 if apart else _FLOAT_BYTES * averaged
             always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
-        if run.encodes and not run.offload_encoders:
-            always["encoders"] += self._encoder_bytes
+        if not run.offload_encoders:
+            always["encoders"] += self._encoder_bytes if run.encodes else self._beside_trained
         always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
         return always
 
@@ -296,10 +298,21 @@ class Forecaster:
 
     @cached_property
     def _encoder_bytes(self) -> int:
-        dtypes = dict.fromkeys(self._frozen, self.run.encoder_dtype)
-        if isinstance(self._given, LatentDiffusion):  # in float32 if it overflows
-            dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, self.run.encoder_dtype)
-        return sum(dtype.itemsize * self._numel[name] for name, dtype in dtypes.items())
+        return self._bytes_of(self._frozen)
+
+    @cached_property
+    def _beside_trained(self) -> int:
+        """Bytes of the frozen text encoders that compute in each step, as others are trained."""
+        frozen = self.model.family.frozen if self.run.train_text_encoder else ()
+        return self._bytes_of(name for name in self._frozen if name in frozen)
+
+    def _bytes_of(self, names: Iterable[str], dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of networks in a dtype, that of the encoders if not given; in float32 what overflows."""
+        dtypes = dict.fromkeys(names, dtype or self.run.encoder_dtype)
+        if "vae" in dtypes and isinstance(self._given, LatentDiffusion):
+            dtypes["vae"] = self.model.family.vae_dtype(self.model.vae, dtypes["vae"])
+        wide = [w.numel() for name, each in dtypes.items() for w in kept_in_float32(self.subject.networks[name], each)]
+        return sum(dtypes[name].itemsize * self._numel[name] for name in dtypes) + 2 * sum(wide)
 
     @property
     def encoder_memory(self) -> int:
@@ -334,7 +347,7 @@ class Forecaster:
         """The whole model in the dtype of class images, and the activations of drawing them."""
         model, dtype = self.model, self.run.prior_dtype
         vae_dtype = model.family.vae_dtype(model.vae, dtype)
-        weights = sum((vae_dtype if name == "vae" else dtype).itemsize * self._numel[name] for name in model.networks)
+        weights = self._bytes_of(model.networks, dtype)
         drawn = self._drawing(self.run.prior_batch_size, dtype, vae_dtype)
         return {"weights": weights, "activations": drawn, "allowance": DEVICE_ALLOWANCE}
 

@@ -40,7 +40,7 @@ class TrainingRun:
     offload_averages: bool = False
     """Whether the EMA is in host memory instead of beside the master weights."""
     encodes: bool = True
-    """Whether frozen encoders are loaded; not with latents and text embeddings from a store."""
+    """Whether all frozen encoders are loaded; with a store, only those of text that compute beside trained ones are."""
     offload_encoders: bool = False
     """Whether frozen encoders are on the device only while they encode, one image at a time."""
     cache_latents: bool = False

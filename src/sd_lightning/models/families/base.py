@@ -247,8 +247,10 @@ class Family(ABC):
         overflows = dtype == torch.float16 and config.get("force_upcast", False)
         return torch.float32 if overflows else dtype
 
-    def draws_in_float32(self, network: nn.Module) -> bool:
-        """Return whether diffusers' pipeline computes with a network in float32 instead of float16."""
+    def draws_in_float32(self, name: str, network: nn.Module) -> bool:
+        """Return whether a network, in int8 too, computes in float32 instead of float16, in which it overflows."""
+        if self.is_text_encoder(name):  # the list of transformers; diffusers has one of what is sensitive to rounding
+            return bool(getattr(network, "_keep_in_fp32_modules", None))
         config: Any = network.config
         return self.vae_overflows and bool(getattr(config, "force_upcast", False))
 

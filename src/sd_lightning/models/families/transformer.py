@@ -97,7 +97,8 @@ class TransformerFamily(Family):
         tokenizers = {name: getattr(part, "tokenizer", part) for name, part in parts.items()}
         device = next(iter(encoders.values())).device
         ids = map_conditioning(self.tokenize(tokenizers, captions), lambda t: t.to(device))
-        embeddings = self.embed(encoders, ids)
+        with torch.autocast(device.type, enabled=False):  # as for training
+            embeddings = self.embed(encoders, ids)
         return self.prompt_options(map_conditioning(embeddings, lambda t: t.to(pipeline.transformer.dtype)))
 
     def draw(

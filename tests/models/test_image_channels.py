@@ -154,6 +154,18 @@ def test_pictures_are_those_of_diffusers_with_the_saved_pipeline(model: LatentDi
     assert (other != ours).any(), "strength has an effect"
 
 
+def test_a_single_step_from_a_picture_is_drawn(model: LatentDiffusion) -> None:
+    inputs = dict.fromkeys(model.family.drawn_from, Digits("val").image(0))
+
+    def pixels(steps: int, **strength: float) -> np.ndarray:
+        options = SamplingOptions(num_inference_steps=steps)
+        return np.asarray(generate(model, PROMPTS[:1], seeds=[5], options=options, inputs=inputs | strength)[0])
+
+    assert np.array_equal(pixels(1), pixels(1, strength=1.0))
+    own = 1.0 if "mask" in inputs else 0.8
+    assert np.array_equal(pixels(5), pixels(5, strength=own))
+
+
 def test_pictures_without_images_are_of_the_models_size_and_do_not_depend_on_the_batch(model: LatentDiffusion) -> None:
     both = drawn(model, [5, 6])
     assert both.shape == (2, 32, 32, 3) and both[0].std() > 0

@@ -192,6 +192,18 @@ def test_frozen_estimators_go_where_the_encoders_go() -> None:
     assert made["image_channels"].amax((1, 2, 3)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_estimators_see_as_many_images_at_a_time_as_the_vae(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LatentDiffusion.build("tiny_depth", seed=3)
+    together = LatentEncoder(model).encode(batch_of(model, [3, 4, 5]), seed=0)["image_channels"]
+    monkeypatch.setattr(encoder_module, "images_per_call", lambda *_: 2)
+    counts: list[int] = []
+    model.networks["depth_estimator"].register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+    apart = LatentEncoder(model, offload=offload).encode(batch_of(model, [3, 4, 5]), seed=0)["image_channels"]
+    assert counts == ([1, 1, 1] if offload else [2, 1])
+    torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_architectures_have_the_published_number_of_parameters(name: str) -> None:
     with torch.device("meta"):

@@ -192,6 +192,17 @@ def test_frozen_estimators_go_where_the_encoders_go() -> None:
     assert made["image_channels"].amax((1, 2, 3)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_estimators_tell_images_apart_in_half_precision(seed: int) -> None:
+    model = LatentDiffusion.build("tiny_depth", seed=seed)
+    batch = batch_of(model, [3, 4, 5, 6])
+    exact = LatentEncoder(model).encode(batch, seed=0)["image_channels"]
+    encoder = LatentEncoder(model, dtype="float16").to(torch.device("cpu"))
+    half = encoder.encode(batch, seed=0)["image_channels"]
+    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
+    assert exact.std(0).mean() > 0.1
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_estimators_see_as_many_images_at_a_time_as_the_vae(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LatentDiffusion.build("tiny_depth", seed=3)

@@ -256,9 +256,9 @@ class LatentEncoder:
         family, parts = self._model.family, {**self._model.networks, **self._model.tokenizers}
         latents = self._model.latent_space.latents
 
-        def made(pixels: Tensor, *sample: Tensor) -> Tensor:
-            noise = partial(normal, seed, *sample, Purpose.MASKED_SAMPLE)
-            drawn = partial(uniform, seed, *sample, Purpose.MASK)
+        def made(pixels: Tensor, epoch: Tensor, index: Tensor) -> Tensor:
+            noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
+            drawn = partial(uniform, seed, epoch, index, Purpose.MASK)
             return family.image_inputs(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
 
         others = [each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]

@@ -154,6 +154,18 @@ def test_pictures_are_those_of_diffusers_with_the_saved_pipeline(model: LatentDi
     assert (other != ours).any(), "strength has an effect"
 
 
+def test_a_single_step_from_a_picture_is_drawn(model: LatentDiffusion) -> None:
+    inputs = dict.fromkeys(model.family.drawn_from, Digits("val").image(0))
+
+    def pixels(steps: int, **strength: float) -> np.ndarray:
+        options = SamplingOptions(num_inference_steps=steps)
+        return np.asarray(generate(model, PROMPTS[:1], seeds=[5], options=options, inputs=inputs | strength)[0])
+
+    assert np.array_equal(pixels(1), pixels(1, strength=1.0))
+    own = 1.0 if "mask" in inputs else 0.8
+    assert np.array_equal(pixels(5), pixels(5, strength=own))
+
+
 def test_pictures_without_images_are_of_the_models_size_and_do_not_depend_on_the_batch(model: LatentDiffusion) -> None:
     both = drawn(model, [5, 6])
     assert both.shape == (2, 32, 32, 3) and both[0].std() > 0
@@ -178,6 +190,29 @@ def test_frozen_estimators_go_where_the_encoders_go() -> None:
     assert torch.equal(made["image_channels"], again["image_channels"])
     assert made["image_channels"].amin((1, 2, 3)).tolist() == [-1, -1]
     assert made["image_channels"].amax((1, 2, 3)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_estimators_tell_images_apart_in_half_precision(seed: int) -> None:
+    model = LatentDiffusion.build("tiny_depth", seed=seed)
+    batch = batch_of(model, [3, 4, 5, 6])
+    exact = LatentEncoder(model).encode(batch, seed=0)["image_channels"]
+    encoder = LatentEncoder(model, dtype="float16").to(torch.device("cpu"))
+    half = encoder.encode(batch, seed=0)["image_channels"]
+    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
+    assert exact.std(0).mean() > 0.1
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_estimators_see_as_many_images_at_a_time_as_the_vae(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LatentDiffusion.build("tiny_depth", seed=3)
+    together = LatentEncoder(model).encode(batch_of(model, [3, 4, 5]), seed=0)["image_channels"]
+    monkeypatch.setattr(encoder_module, "images_per_call", lambda *_: 2)
+    counts: list[int] = []
+    model.networks["depth_estimator"].register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+    apart = LatentEncoder(model, offload=offload).encode(batch_of(model, [3, 4, 5]), seed=0)["image_channels"]
+    assert counts == ([1, 1, 1] if offload else [2, 1])
+    torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

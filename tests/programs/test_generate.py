@@ -250,3 +250,19 @@ def test_what_the_model_cannot_draw_is_refused_before_its_weights_are_read(
     monkeypatch.setattr(LatentDiffusion, "from_pretrained", lambda *args, **kwargs: pytest.fail("read weights"))
     code, err = cli(f"run={run_dir}", "prompts=[a]", *setting.split())
     assert code != 0 and f"sampling got {setting.split()[-1].partition('=')[0]}=" in err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "height", "words"),
+    [
+        ("tiny_sd3", 8000, "sides of up to"),
+        ("tiny_qwen_image_21", 36, "multiples of 32"),
+    ],
+)
+def test_sizes_are_checked_before_the_weights_of_any_family_are_read(
+    architecture: str, height: int, words: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LatentDiffusion.build(architecture).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(LatentDiffusion, "from_pretrained", lambda *args, **kwargs: pytest.fail("read weights"))
+    code, err = cli(f"run={tmp_path / 'model'}", "prompts=[a]", f"height={height}")
+    assert code != 0 and f"sampling got height={height}" in err and words in err

@@ -169,8 +169,9 @@ def _checked(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions,
     if schedule.is_file():
         options.check_steps(read_scheduler(schedule).config)
     vae = Path(request.model.vae or folder / "vae", "config.json")
-    if vae.is_file() and isinstance((config := read_json(vae)).get("block_out_channels"), list):
-        options.check_sizes(family, config)
+    found = read_json(vae) if vae.is_file() else {}
+    if any(isinstance(found.get(key), list) for key in ("block_out_channels", "dim_mult")):
+        options.check_sizes(family, found, config or None)
     return options, inputs
 
 

@@ -190,6 +190,9 @@ class LatentEncoder:
             for tensor, original in originals:  # nothing is copied back
                 tensor.data = original
 
+    def _at_a_time(self, pixels: Tensor) -> int:
+        return 1 if self.offload else images_per_call(*pixels.shape[-2:])
+
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
         """Encode images, a few at a time, to the moments of the VAE's posterior; see :meth:`Family.encode`.
@@ -201,12 +204,11 @@ class LatentEncoder:
             Float32, unscaled; in most families mean and log-variance (B, 2C, h, w).
         """
         vae = self._model.vae
-        count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
         with self._at_work([vae]):
             parameter = next(vae.parameters())
             parts = [
                 self._model.family.encode(vae, pixels.to(parameter.device, parameter.dtype)).float()
-                for pixels in pixel_values.split(count)
+                for pixels in pixel_values.split(self._at_a_time(pixel_values))
             ]
         return torch.cat(parts)
 
@@ -267,11 +269,17 @@ class LatentEncoder:
     def _image_inputs(self, pixels: Tensor, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
         """Return what the denoiser takes of images beside noisy latents; see :meth:`Family.image_inputs`."""
         family, parts = self._model.family, {**self._model.networks, **self._model.tokenizers}
-        noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
-        with self._at_work([each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]):
-            latents = self._model.latent_space.latents
+        latents = self._model.latent_space.latents
+
+        def made(pixels: Tensor, epoch: Tensor, index: Tensor) -> Tensor:
+            noise = partial(normal, seed, epoch, index, Purpose.MASKED_SAMPLE)
             drawn = partial(uniform, seed, epoch, index, Purpose.MASK)
             return family.image_inputs(pixels, parts, lambda images: latents(self.encode_moments(images), noise), drawn)
+
+        others = [each for name, each in self._frozen.items() if name not in ("vae", *family.text_encoders)]
+        count = self._at_a_time(pixels) if others else len(pixels)  # the VAE's images are split as it encodes them
+        with self._at_work(others):
+            return torch.cat([*map(made, pixels.split(count), epoch.split(count), index.split(count))])
 
     def encode(self, batch: Batch, *, seed: int) -> Batch:
         """Encode what needs the frozen networks: add ``latent_moments`` in place of pixels, and ``text_embeddings``.

@@ -182,7 +182,7 @@ def caption_numel(model: LatentDiffusion) -> int:
 
 
 def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Trace:
-    """Trace the VAE, and what else the denoiser takes of images; a training makes that of the whole batch at once."""
+    """Trace the VAE, and what else the denoiser takes of images."""
     family, size, dtype = model.family, run.resolution, model.family.vae_dtype(model.vae, run.encoder_dtype)
     names = [name for name in model.networks if name != family.denoiser and not family.is_text_encoder(name)]
     networks = {name: cast(network, run.encoder_dtype) for name, network in meta_networks(model, names).items()}

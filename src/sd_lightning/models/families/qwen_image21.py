@@ -6,6 +6,7 @@ are those of the published checkpoint.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,11 @@ class QwenImage21(QwenImage):
     prefix, prefix_tokens, max_sequence_length = PREFIX, PREFIX_TOKENS, 512 + PREFIX_TOKENS
     words = rf"Com|pre|hend|{QwenImage.words}"
     chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
+
+    def of_options(self, options: Mapping[str, Any]) -> QwenImage21:
+        made = copy.copy(self)
+        made.num_inference_steps = len(options.get("sample_sigmas") or ()) or self.num_inference_steps
+        return made
 
     def unused_parameters(self, denoiser: nn.Module) -> list[str]:
         return []
@@ -121,7 +127,7 @@ class QwenImage21(QwenImage):
         from PIL import Image
 
         own, steps = pipeline.config.sample_sigmas, options["num_inference_steps"]
-        if own and steps not in (len(own), self.num_inference_steps):
+        if own and steps != len(own):
             options["sigmas"] = torch.linspace(1.0, 1 / steps, steps).tolist()
         mask = self.tokenize({"processor": pipeline.processor.tokenizer}, prompts)[f"text_encoder{MASK}"]
         lengths, generators = mask.sum(1).tolist(), options.pop("generators")

@@ -62,7 +62,7 @@ class StableDiffusion3(TransformerFamily):
     lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
 
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-        return int(denoiser_config["pos_embed_max_size"]) * self.size_multiple(vae_config)
+        return int(denoiser_config.get("pos_embed_max_size", 96)) * self.size_multiple(vae_config)
 
     def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Encode captions as in section 4 of the paper. T5 reads padding too, as in the pipeline.

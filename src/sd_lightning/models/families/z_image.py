@@ -55,7 +55,7 @@ class ZImage(ChatFamily):
         return {"cap_feats": feats, "cap_mask": input_ids[f"text_encoder{MASK}"].to(feats.dtype)}
 
     def largest_side(self, vae_config: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-        return int(min(denoiser_config["axes_lens"][1:])) * self.size_multiple(vae_config)
+        return int(min(denoiser_config.get("axes_lens", (1024, 512, 512))[1:])) * self.size_multiple(vae_config)
 
     def prompt_options(self, conditioning: Conditioning) -> dict[str, Any]:
         lengths = conditioning["cap_mask"].bool().sum(1).tolist()  # a sum in bfloat16 would be rounded

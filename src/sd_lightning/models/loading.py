@@ -124,7 +124,8 @@ def build_parts(architecture: str | Architecture, *, seed: int, device: str | to
             networks["vae"], components["vae"], TINY_VAE.with_name(architecture.shipped_vae)
         )
     components["scheduler"] = architecture.scheduler
-    return PipelineParts(networks, tokenizers, components, architecture.pipeline_class)
+    options = dict(architecture.pipeline_options)
+    return PipelineParts(networks, tokenizers, components, architecture.pipeline_class, options)
 
 
 def load_parts(

@@ -95,6 +95,8 @@ class Architecture:
     scheduler: Component
     max_length: int | Mapping[str, int] = 77
     """Tokens per caption; a mapping by text encoder if they differ."""
+    pipeline_options: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor arguments of the pipeline, where they are not the family's."""
     is_tiny: bool = False
     """Whether it is small, for tests and digits; it tells captions apart before training, by large random token
     embeddings. :meth:`LatentDiffusion.build` gives its VAE the trained weights that

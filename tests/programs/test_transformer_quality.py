@@ -42,8 +42,8 @@ LORA = {
     ),
     "tiny_krea2": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,to_gate,ff.gate,ff.up,ff.down]",
-        "learning_rate=2e-3",
-        "max_train_steps=300",
+        "learning_rate=3e-3",
+        "max_train_steps=90",
     ),
 }
 """Adapters on all linear layers of attention, and on those of the perceptrons beside it."""

@@ -88,7 +88,7 @@ class Waiting:
     def to(self, device: torch.device) -> "Waiting":
         return self
 
-    def encode(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def encode(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
         time.sleep(self.seconds)
         if self.error is not None and batch["epoch"].any():
             if self.error == "die":

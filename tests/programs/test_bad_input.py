@@ -65,7 +65,7 @@ error: objective.timestep_sampling=uniform … no key … write objective.weight
 then train objective.weighting_scheme=none
 # groups
 $ train model=sd16
-error: model=sd16 … no such option … available: klein_4b, klein_9b, sd15, sd21, sdxl, tiny
+error: model=sd16 … no such option … available: flux1_dev, klein_4b, klein_9b, krea2
 then train model=sd15
 $ train model=stabilityai/stable-diffusion-2-1
 error: write model=sd21 model.pretrained=stabilityai/stable-diffusion-2

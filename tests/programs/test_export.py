@@ -286,7 +286,7 @@ def broken(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         (root / name).mkdir()
     (root / "taken" / "file").write_text("mine")
     (root / "file").write_text("mine")
-    (root / "other" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    (root / "other" / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
     for name in ("torn", "absent", "strange", "huge"):
         shutil.copytree(run_dir / "pipeline", root / name)
     weights = root / "torn" / UNET
@@ -305,7 +305,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run=nowhere", ("run=nowhere: no such folder", "expected a run, a checkpoint or a pipeline folder")),
     ("run=empty", ("run=empty: neither a finished pipeline nor a valid checkpoint", "a folder with model_index.json")),
     ("run=file", ("run=file: neither a finished pipeline", "expected a run")),
-    ("run=other", ("run=other: got a FluxPipeline", "expected StableDiffusionPipeline or", "give a pipeline of these")),
+    ("run=other", ("run=other: got a SanaPipeline", "expected StableDiffusionPipeline or", "give a pipeline of these")),
     ("run=damaged", ("run=damaged: the checkpoint is damaged: trainer.json has", "give an earlier one")),
     ("run=torn", ("torn/unet/diffusion_pytorch_model.safetensors: not a complete", "copy or download that file again")),
     ("run=absent", ("absent/vae/diffusion_pytorch_model.safetensors: no such file", "expected weights", "copy or")),

@@ -164,7 +164,7 @@ def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) 
     """
     index = read_json(source.pipeline / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=f"run={request.run}")
-    names = [name for name in parts_in(index, family) if name in family.networks and name in index]
+    names = [name for name in parts_in(index, family) if name in family.networks]
     networks = {name: _read_network(name, index, family, source, request) for name in names}
     lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
     adapters = LoraFile.read(lora_file) if lora_file.is_file() else None

@@ -109,7 +109,7 @@ def ours(
 @AS_THE_PIPELINE
 def test_captions_are_encoded_as_the_pipeline_encodes_them(model: LatentDiffusion) -> None:
     for one, other in zip(prompt_embeds(model, PROMPTS), theirs(model.pipeline(), PROMPTS), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_a_tokenizer_that_pads_in_front_changes_no_caption() -> None:

@@ -26,8 +26,8 @@ LORA = {
     ),
     "tiny_sd3": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out,net.0.proj,net.2]",
-        "learning_rate=3e-3",
-        "max_train_steps=300",
+        "learning_rate=2e-3",
+        "max_train_steps=200",
     ),
     "tiny_flux": (
         "lora.target_modules=[attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.add_q_proj,attn.add_k_proj,"

@@ -98,7 +98,7 @@ REFUSED = {
     f"generate run=run {DRAW} mask=mask.png": ("mask=mask.png", "image="),
     f"generate run=run {DRAW} strength=0.5": ("strength=0.5", "image="),
     f"generate run=run {DRAW} {{inputs}} strength=0.1": ("strength=0.1", "4 steps"),
-    f"generate run=run {DRAW} {{inputs}} image=run/summary.json": ("cannot read", "summary.json"),
+    f"generate run=run {DRAW} {{inputs}} image=run/summary.json": ("cannot be read", "summary.json"),
     f"generate run=run {DRAW} {{inputs}} width=40": ("(32, 32)", "one size"),
     f"generate run=plain {DRAW} image=image.png": ("image=image.png", "StableDiffusionPipeline", "prompts alone"),
 }

@@ -23,7 +23,7 @@ from sd_lightning.planner.passes import inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, dequantize_, layers, quantize_, replace_module
 from sd_lightning.quantization.int8 import EXCLUDED, int8_config
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
-from small_models import SMALL_SD2, SMALL_SDXL
+from small_models import SMALL_SD2, SMALL_SDXL, TINY_TRANSFORMERS
 
 LATENTS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
 HIDDEN = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(2))
@@ -269,6 +269,28 @@ def test_small_sdxl_draws_and_its_vae_stays_in_float32(tmp_path: Path) -> None:
     sdxl = on_meta("sdxl", Int8(dtype="float16"))
     assert {next(sdxl.networks[name].parameters()).dtype for name in ("unet", "text_encoder_2")} == {torch.float16}
     assert next(sdxl.vae.parameters()).dtype == torch.float32, "it overflows in float16"
+
+
+@pytest.mark.parametrize("architecture", TINY_TRANSFORMERS)
+def test_what_must_not_be_rounded_stays_in_float32(architecture: str) -> None:
+    """Rotary frequencies, as transformers keeps them, and the norms that diffusers keeps."""
+    model, exact = (
+        quantize_(LatentDiffusion.build(architecture), Int8(dtype="float16")),
+        LatentDiffusion.build(architecture),
+    )
+    for name, network in model.networks.items():
+        stored, reference = network.state_dict(), dict(exact.networks[name].named_buffers())
+        for key, buffer in network.named_buffers():
+            if key not in stored:
+                assert torch.equal(buffer, reference[key]), f"{name}.{key}"
+        kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+        for key, weight in network.named_parameters():
+            if kept & set(key.split(".")) and weight.is_floating_point():
+                assert weight.dtype == torch.float32, f"{name}.{key}"
+    options = SamplingOptions(num_inference_steps=2, height=model.resolution, width=model.resolution)
+    (picture,) = generate(model, ["three"], seeds=[0], options=options)
+    (reference,) = generate(exact, ["three"], seeds=[0], options=options)
+    assert np.abs(np.asarray(picture, float) - np.asarray(reference, float)).mean() < 4, "in 256 shades"
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -21,12 +21,12 @@ from sd_lightning.apps.planning import run_of
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.apps.settings import options
 from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
-from sd_lightning.models.encoder import cast_
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.meta import meta_networks
 from sd_lightning.planner.forecast import Forecast, Forecaster
+from sd_lightning.quantization.casting import cast_
 from sd_lightning.storage.atomic import check_writable
 from sd_lightning.strategies import engine_of
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sd_lightning.models.checkpointing import KINDS
-from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call, kept_in_float32
+from sd_lightning.models.encoder import CACHED_CAPTIONS_BYTES, images_per_call
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
 from sd_lightning.planner.passes import caption_numel, captions_encoded, drawing_peak, encoding_peak

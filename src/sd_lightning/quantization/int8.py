@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.quantization.casting import cast_
 from sd_lightning.quantization.layers import (
     Int8Layer,
     Int8Linear,
@@ -264,7 +265,7 @@ def cast_rest(network: nn.Module, config: Int8, *, upcast: bool) -> None:
     """Cast all weights that are not int8 to ``config.dtype``; if ``upcast``, to float32 instead of float16."""
     dtype = torch.float32 if upcast and config.dtype == "float16" else config.torch_dtype
     if dtype is not None:
-        nn.Module.to(network, dtype)  # diffusers' own method warns at every cast
+        cast_(network, dtype)
 
 
 def _networks(model: QuantizableModel | nn.Module, who: str) -> Mapping[str, nn.Module]:

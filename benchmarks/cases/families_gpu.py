@@ -8,11 +8,13 @@ calibration.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +43,21 @@ class Setting:
 
     def __str__(self) -> str:
         trained = f"lora{self.rank}" if self.rank else "full"
-        return "_".join([self.model, trained, self.strategy, str(self.batch_size), self.precision.replace("-", "_")])
+        size = "" if self.resolution == 512 else f"_{self.resolution}px"
+        precision = self.precision.replace("-", "_")
+        return f"{self.model}_{trained}_{self.strategy}_{self.batch_size}_{precision}{size}"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the planner says of a setting."""
+
+    nbytes: int
+    """Of torch's allocator, at the peak of a step."""
+    seconds: float
+    """Of a step."""
+    options: dict[str, Any]
+    """Of the strategy, as the planner chose them."""
 
 
 SETTINGS = (
@@ -50,6 +66,12 @@ SETTINGS = (
     Setting("z_image", rank=16, precision="bf16-true"),
     Setting("klein_4b", "gemini", batch_size=2),
     Setting("klein_4b", "gemini_offload"),
+    Setting("sd35_medium", "gemini"),
+    Setting("sd35_large", rank=16, precision="bf16-true"),
+    Setting("flux1_dev", rank=16, precision="bf16-true"),
+    Setting("krea2", rank=64, precision="bf16-true"),
+    Setting("krea2", rank=64, precision="bf16-true", batch_size=1, resolution=1024),
+    Setting("qwen_image", rank=16, precision="bf16-true", batch_size=2),
 )
 MEASURED = {
     str(each): Run(
@@ -62,7 +84,7 @@ MEASURED = {
         averages=False,
     )
     for each in SETTINGS
-    if not each.rank and each.strategy == "gemini"  # of offloading, no line has had all threads of its host yet
+    if not each.rank
 }
 TABLE = {
     "today's models on a GPU, predicted by measured, memory: klein-4B LoRA, without recomputation; Z-Image LoRA; "
@@ -89,10 +111,13 @@ DRY: dict[str, Any] = {
         Setting("tiny_z_image", "gemini", batch_size=2, resolution=32, precision="32-true", checkpointing=False),
     ),
     "steps": 4,
+    "processes": 0,
 }
 
 
-def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device: str = "h200") -> Iterator[Measured]:
+def measure(
+    *, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device: str = "h200", processes: int = 8
+) -> Iterator[Measured]:
     """Train some steps under every setting; yield all metrics after each run.
 
     A setting that fails takes no other with it; the first failure is raised at the end.
@@ -101,26 +126,27 @@ def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device:
         settings: What is trained.
         steps: Optimizer steps of each run; the first two do not count.
         device: Whose data sheet predicts the time.
+        processes: That predict meanwhile, so that the GPU does not wait; 0 predicts in this one.
     """
     metrics: dict[str, float | list[float] | str] = {}
     off: list[float] = []
     failures: list[Exception] = []
-    for setting in settings:
+    told = predictions(settings, device, processes)
+    for setting, predict in zip(settings, told):
         name = str(setting)
         try:
-            plan = planned(setting, device)
-            seconds, peak = trained(setting, plan, steps)
+            predicted = predict()
+            seconds, peak = trained(setting, predicted.options, steps)
         except Exception as error:
             traceback.print_exc()
             failures.append(error)
             continue
-        told = max(plan.memory.on_device[:2], key=lambda phase: phase.nbytes)  # the step's; nothing is encoded
         metrics[f"{name}_ms"], metrics[f"{name}_gb"] = 1e3 * seconds, peak / 1e9
         metrics[f"{name}_images_per_second"] = setting.batch_size / seconds
-        metrics[f"{name}_time"] = plan.time.total / seconds
+        metrics[f"{name}_time"] = predicted.seconds / seconds
         if peak:
-            metrics[f"{name}_memory"] = (told.nbytes - told.parts["allowance"]) / peak
-            off.append(abs((told.nbytes - told.parts["allowance"]) / peak - 1))
+            metrics[f"{name}_memory"] = predicted.nbytes / peak
+            off.append(abs(predicted.nbytes / peak - 1))
         metrics["memory_off_by"] = max(off, default=0.0)
         print(name, {key: value for key, value in metrics.items() if key.startswith(name)}, file=sys.stderr, flush=True)
         yield metrics
@@ -128,7 +154,16 @@ def measure(*, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device:
         raise failures[0]
 
 
-def planned(setting: Setting, device: str) -> Any:
+def predictions(settings: Sequence[Setting], device: str, processes: int) -> Iterator[Callable[[], Predicted]]:
+    """Yield for each setting what returns, or waits for, its prediction."""
+    if not processes:
+        yield from (partial(planned, setting, device) for setting in settings)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from [pool.submit(planned, setting, device).result for setting in settings]
+
+
+def planned(setting: Setting, device: str) -> Predicted:
     """Return the planner's prediction for a setting."""
     from sd_lightning import LatentDiffusion
     from sd_lightning.models.lora import Lora
@@ -154,20 +189,22 @@ def planned(setting: Setting, device: str) -> Any:
     }
     result = plan(model, device, micro_batches=[setting.batch_size], **options)
     (found,) = result.best or result.too_large
-    return found
+    step = max(found.memory.on_device[:2], key=lambda phase: phase.nbytes)  # nothing is encoded
+    return Predicted(step.nbytes - step.parts["allowance"], found.time.total, dict(found.candidate.settings))
 
 
 def _optimizer() -> Any:
     return partial(torch.optim.AdamW, lr=1e-5, fused=True)
 
 
-def trained(setting: Setting, plan: Any, steps: int) -> tuple[float, int]:
-    """Train; return the median seconds of a step, and the peak bytes of torch's allocator."""
+def trained(setting: Setting, chosen: dict[str, Any], steps: int) -> tuple[float, int]:
+    """Train with options of the strategy; return the median seconds of a step, and the peak bytes of the allocator."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
     from sd_lightning import LatentDiffusion, SDLightningModule
     from sd_lightning.models.lora import Lora
+    from sd_lightning.strategies import presets
     from sd_lightning.strategies.processes.group import leave_process_group
     from sd_lightning.training.speed import Speed, precision_options
 
@@ -193,7 +230,8 @@ def trained(setting: Setting, plan: Any, steps: int) -> tuple[float, int]:
             if len(ends) == 2 and on_cuda:
                 torch.cuda.reset_peak_memory_stats()
 
-    strategy = "auto" if setting.strategy == "single" else plan.candidate.build(**plan.candidate.settings)
+    (candidate,) = (each for each in presets.candidates() if each.name == setting.strategy)
+    strategy = "auto" if setting.strategy == "single" else candidate.build(**chosen)
     options: dict[str, Any] = precision_options(setting.precision, strategy)
     options |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
@@ -211,7 +249,10 @@ def trained(setting: Setting, plan: Any, steps: int) -> tuple[float, int]:
 
 
 def _denoiser(model: Any, setting: Setting, device: str) -> nn.Module:
-    """Return the denoiser with random weights in host memory; drawn on the device, which is a hundred times faster."""
+    """Return the denoiser with random weights, drawn on the device, which is a hundred times faster.
+
+    A strategy that distributes weights finds them in host memory.
+    """
     dtype = torch.bfloat16 if setting.precision == "bf16-true" else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -220,7 +261,7 @@ def _denoiser(model: Any, setting: Setting, device: str) -> nn.Module:
             network = model.components[model.family.denoiser].instantiate()
     finally:
         torch.set_default_dtype(before)
-    return network.cpu()
+    return network if setting.strategy == "single" else network.cpu()
 
 
 def _batch(model: Any, setting: Setting) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
+from sd_lightning.quantization.casting import kept_in_float32
 from sd_lightning.state.averaging import room_bytes
 from sd_lightning.state.host import pinned_bytes
 

@@ -21,7 +21,7 @@ from places import REPO, SUPPORT
 BENCHMARKS = REPO / "benchmarks"
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 @pytest.mark.timeout(600)
 def test_all_parts_run_dry_without_packages_that_they_do_not_need(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(REPO / "src"), str(SUPPORT)])

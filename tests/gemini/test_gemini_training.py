@@ -631,7 +631,7 @@ def test_a_rank_reads_only_what_it_owns_of_networks_on_the_meta_device(two_ranks
     assert max(read) < 0.7 * numel
 
 
-@slow
+@pytest.mark.full("engines")
 def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     names = [name for name in JOBS if name.startswith("place/")]
     names += ["feature/accumulate", "feature/frozen", "feature/unused_one_rank", "act/raise", "act/swap"]

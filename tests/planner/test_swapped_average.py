@@ -12,9 +12,14 @@ CASES = [("ddp", False), ("ddp", True), *((name, False) for name in SHARDED)]
 """Strategy, and whether the EMA is apart from the weights."""
 PRECISIONS = ("32-true", "bf16-true")
 TRAINED = [(name, apart, precision) for name, apart in CASES for precision in PRECISIONS]
-KEPT = {(*case, PRECISIONS[number % 2]) for number, case in enumerate(CASES)}
+KEPT = {
+    ("ddp", True, "bf16-true"),
+    ("ddp", False, "32-true"),
+    ("fsdp", False, "32-true"),
+    ("zero2", False, "bf16-true"),
+}
 KEPT |= {("gemini_default", False, precision) for precision in PRECISIONS}
-"""Each case in one precision, and the one whose masters depend on it in both."""
+"""One of each engine, and the one whose masters depend on the precision in both."""
 
 
 @pytest.fixture(scope="module")

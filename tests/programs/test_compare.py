@@ -363,7 +363,7 @@ def test_a_trained_run_is_compared_with_what_is_left_of_it_after_a_kill(trained_
     assert whole["final_loss"] == pytest.approx(summary["final_loss"], rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_trained_runs_on_one_and_on_two_processes_are_compared(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

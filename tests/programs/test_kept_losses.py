@@ -11,7 +11,7 @@ from suites import wanted
 KEPT: dict[str, list[float]] = json.loads(FILE.read_text())
 ALWAYS = ("single v_prediction", "single flow")
 """What the default suite trains."""
-ENGINES = ("ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3_nvme", "gemini")
+ENGINES = ("ddp", "fsdp", "deepspeed_zero3_nvme", "gemini")
 SLOW = {f"{strategy} v_prediction" for strategy in ENGINES} | {f"single {objective}" for objective in OBJECTIVES}
 """What the slow suite trains, too: every engine and every objective; test_strategies_common.py has every strategy."""
 

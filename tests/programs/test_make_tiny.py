@@ -20,7 +20,7 @@ from sd_lightning.models.families import architecture
 SHIPPED = PACKAGE / "models" / "assets" / "tiny"
 
 
-@pytest.mark.slow
+@pytest.mark.full("quality")
 def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

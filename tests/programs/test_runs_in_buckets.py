@@ -181,7 +181,7 @@ def test_what_is_not_there_is_refused(s3: S3Server, command: str, capfd: pytest.
     assert f"={URL}: there is no whole checkpoint" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_two_processes_go_on_bit_for_bit_and_share_a_file_that_both_need(
     s3: S3Server, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
 ) -> None:

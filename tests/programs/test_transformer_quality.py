@@ -52,7 +52,7 @@ LORA = {
 @pytest.mark.parametrize(
     ("model", "seed"),
     [
-        pytest.param("tiny_klein", 0, id="klein"),
+        pytest.param("tiny_klein", 0, id="klein", marks=IN_FULL),
         pytest.param("tiny_klein", 1, id="klein, seed 1", marks=IN_FULL),
         pytest.param("tiny_flux", 0, id="Flux.1", marks=IN_FULL),
         pytest.param("tiny_flux", 1, id="Flux.1, seed 1", marks=IN_FULL),

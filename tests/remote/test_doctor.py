@@ -17,6 +17,7 @@ from sd_lightning import _conf, doctor
 from sd_lightning.remote import machine
 from sd_lightning.remote.doctor import Rank, changes_for, transports
 from sd_lightning.remote.machine import Change, Fact, examine
+from suites import keep
 
 Ask = Callable[..., tuple[int, str]]
 
@@ -229,7 +230,7 @@ def test_nodes_with_gpus_measure_and_the_head_does_not(cluster: Any, ask: Ask, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("launcher", keep(["srun"], ["torchrun", "srun"], "cluster"))
 def test_processes_of_a_launcher_are_used(launcher: str, tmp_path: Path) -> None:
     program = ["-m", "sd_lightning.doctor", f"output_dir={tmp_path}"]
     settings = os.environ | {"OMP_NUM_THREADS": "1"}

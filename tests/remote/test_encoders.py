@@ -304,7 +304,7 @@ def test_an_encoder_whose_machine_the_cloud_takes_goes_on_elsewhere(
         ray_module.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_workers_on_ray_share_encoders_on_ray(ray_address: str, tmp_path: Path) -> None:
     two, far = ("strategy=ddp", "launcher.num_workers=2"), ("data.encoders=ray", "data.num_encoders=2")
     runs = [

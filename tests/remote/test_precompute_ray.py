@@ -287,7 +287,7 @@ def test_a_cluster_makes_the_store_that_this_machine_makes(ray: Any, cli: Any, t
     assert code == 0 and "19 kept, 0 added" in out, out
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_a_job_whose_driver_was_killed_goes_on(ray: Any, ray_address: str, cli: Any, tmp_path: Path) -> None:
     write_photos(tmp_path / "photos", 400)
     assert cli(*RELATIVE, "store=here", "workers=1")[0] == 0
@@ -309,7 +309,7 @@ def test_a_job_whose_driver_was_killed_goes_on(ray: Any, ray_address: str, cli: 
     assert kept == files(tmp_path / "here")
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_workers_share_gpus(tmp_path: Path, run_python: Any) -> None:
     """On a cluster that says it has two GPUs; nothing is computed on them."""
     done = run_python(SUPPORT / "ray_gpus.py", tmp_path, env={"PYTHONPATH": f"{SUPPORT}:{os.environ['PYTHONPATH']}"})

@@ -310,7 +310,7 @@ class TestRefusals:
         assert not Path(spec["output_dir"]).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_two_workers_train_as_two_processes_do(start: Start, tmp_path: Path) -> None:
     ray_run = start("ray", WORKERS, "strategy=ddp", "resume=auto", "+callbacks.fork._target_=ray_training.ForkedWriter")
     assert ray_run.wait() == 0, ray_run.output()
@@ -373,7 +373,7 @@ def test_workers_that_are_asked_to_leave_save_first(start: Start) -> None:
     assert stopped[0] == str(left) and int(stopped[1]) > left, run.output()
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     wrong = start("wrong", WORKERS, "strategy=ddp", "data=images", f"data.train_data_dir={tmp_path / 'photos'}")
@@ -403,7 +403,7 @@ def test_a_full_cluster_is_waited_for_and_named(ray: Any, start: Start) -> None:
     assert not list(run.output_dir.glob(".tmp*"))
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_too_many_deaths_end_the_run_with_what_died_and_where_it_goes_on(start: Start) -> None:
     run = start("dead", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
     run.wait_for("step 4/400 |")

@@ -27,7 +27,7 @@ MODULES = {"dict": PRECISIONS, "tuple": ("32-true",), "bert": ("bf16-mixed",), "
 KEPT = ("ddp", "fsdp", "zero3", "gemini")
 """One of each engine; the others are in the matrix."""
 TRAINED = [f"{name}:{kind}" for name in STRATEGIES for kind in MODULES]
-KEPT_TRAINED = ("fsdp:bert", "gemini:bert", "zero3:gpt2", "gemini:gpt2", "fsdp:tuple", *(f"{n}:dict" for n in KEPT))
+KEPT_TRAINED = ("gemini:bert", "zero3:gpt2", "fsdp:tuple", *(f"{n}:dict" for n in KEPT))
 
 
 def test_lightnings_defaults_and_callbacks_train_two_epochs_and_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def assert_as_one_strategy(ours: dict[str, Any], theirs: dict[str, Any]) -> None
 
 @pytest.mark.slow
 @pytest.mark.needs("{names}", "ddp+ddp+ddp")
-@pytest.mark.parametrize("names", SEQUENCES)
+@pytest.mark.parametrize("names", keep(SEQUENCES[::2], SEQUENCES))
 def test_one_module_is_fitted_under_one_strategy_after_the_other(results: dict[str, Any], names: str) -> None:
     assert_as_one_strategy(results[names], results["ddp+ddp+ddp"])
 

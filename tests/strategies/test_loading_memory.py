@@ -45,8 +45,7 @@ for _family, _name in itertools.product(TINY_TRANSFORMERS, ("ddp", "fsdp", "zero
     TRAINED[f"{_family}_{_name}"] = TRAINED[_name] | _own
     TRAINED[f"{_family}_{_name}_lora"] = TRAINED[_name] | _own | {"lora": True, "targets": ["to_q", "to_v"]}
 TRAINED_FIRST = ("ddp_lora", "zero2", "zero3_bf16", "gemini_bf16_lora")
-TRAINED_FIRST += ("tiny_klein_fsdp_lora", "tiny_klein_gemini", "tiny_z_image_fsdp", "tiny_z_image_zero3_lora")
-TRAINED_FIRST += ("tiny_qwen_image_fsdp",)
+TRAINED_FIRST += ("tiny_klein_gemini", "tiny_z_image_zero3_lora", "tiny_qwen_image_fsdp")
 """One of each engine, in either precision, of all weights and of adapters."""
 SHARDED = ("part:fsdp", "part:gemini", "wide_tiny_klein:gemini", "wide_tiny_z_image:fsdp")
 SHARDED += ("sd21:fsdp", "sd21:gemini", "wide_tiny_klein:fsdp", "wide_tiny_z_image:gemini")
@@ -118,7 +117,7 @@ def test_training_from_files_is_bit_equal_to_training_from_memory(
 
 
 @pytest.mark.needs("validate:{name}:files", "validate:{name}:memory")
-@pytest.mark.parametrize("name", VALIDATED)
+@pytest.mark.parametrize("name", keep(["zero3", "gemini"], VALIDATED))
 def test_validation_without_a_fit_reads_the_weights(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     ours, theirs = results[f"validate:{name}:files"], results[f"validate:{name}:memory"]
     assert ours == theirs
@@ -126,7 +125,7 @@ def test_validation_without_a_fit_reads_the_weights(results: dict[str, list[dict
 
 
 @pytest.mark.needs("{case}")
-@pytest.mark.parametrize("case", keep(SHARDED[:4], SHARDED, "platform"))
+@pytest.mark.parametrize("case", keep(SHARDED[1:4:2], SHARDED, "platform"))
 def test_weights_are_loaded_with_little_more_memory_than_their_shard(
     results: dict[str, list[dict[str, Any]]], case: str
 ) -> None:

@@ -43,7 +43,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 VARIED = (
     *(("ddp", "unused"), ("ddp", "two_groups"), ("fsdp", "recomputed"), ("fsdp", "small_set"), ("fsdp", "schedule")),
     *(("zero3_default", "schedule"), ("zero3_default", "unused")),
-    *((name, "kept") for name in ("ddp", "fsdp", "zero3_default", "gemini_offload")),
+    *((name, "kept") for name in ("zero3_default", "gemini_offload")),
     *(("gemini_offload", name) for name in ("two_groups", "recomputed", "small_set")),
     *((name, "inpainting") for name in ("fsdp", "zero3_default")),
 )

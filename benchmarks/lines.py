@@ -24,7 +24,7 @@ PACKAGES = ("torch", "lightning", "diffusers", "transformers", "bitsandbytes", "
 COMPARE = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 DIRTY = "-dirty"
 COMMIT_VARIABLE = "GPU_COMMIT"
-"""Environment variable that names the commit on a machine to which the files came without git."""
+"""Environment variable that names the commit on a machine to which the files came without their git."""
 WITHIN_NOISE = "within noise"
 
 Hardware = dict[str, str | int | float]
@@ -39,8 +39,8 @@ class Origin:
     """The code that is measured: read before the first measurement, as it may change meanwhile."""
 
     commit: str
-    """Of the checkout, with `-dirty` when a file differs from it or is not in it. Where there is no checkout, that of
-    the environment variable `GPU_COMMIT`; `unknown` without one."""
+    """That of the environment variable `GPU_COMMIT`, as the files may lie in the checkout of another one; else of the
+    checkout, with `-dirty` when a file differs from it or is not in it; `unknown` without one."""
     date: str
 
     @classmethod
@@ -60,7 +60,7 @@ def _commit() -> str:
     head = git("rev-parse", "HEAD")
     # A new line in results/ does not change what was measured.
     dirty = git("status", "--porcelain", "--untracked-files=all", "--", "..", ":!results")
-    return (head + (DIRTY if dirty else "")) or os.environ.get(COMMIT_VARIABLE, "unknown")
+    return os.environ.get(COMMIT_VARIABLE) or (head + (DIRTY if dirty else "")) or "unknown"
 
 
 def add_line(

@@ -88,21 +88,36 @@ MEASURED = {
 }
 TABLE = {
     "today's models on a GPU, predicted by measured, memory: klein-4B LoRA, without recomputation; Z-Image LoRA; "
-    "klein-4B all weights, offloaded; largest error": (
+    "klein-4B all weights, offloaded; largest error of all": (
         "{klein_4b_lora16_single_4_bf16_true_memory}, {klein_4b_lora16_single_2_bf16_true_memory}; "
         "{z_image_lora16_single_4_bf16_true_memory}; {klein_4b_full_gemini_2_bf16_mixed_memory}, "
         "{klein_4b_full_gemini_offload_4_bf16_mixed_memory}; {memory_off_by}"
     ),
-    "the same, time, but for the offloaded": (
+    "the same, time": (
         "{klein_4b_lora16_single_4_bf16_true_time}, {klein_4b_lora16_single_2_bf16_true_time}; "
-        "{z_image_lora16_single_4_bf16_true_time}; {klein_4b_full_gemini_2_bf16_mixed_time}"
+        "{z_image_lora16_single_4_bf16_true_time}; {klein_4b_full_gemini_2_bf16_mixed_time}, "
+        "{klein_4b_full_gemini_offload_4_bf16_mixed_time}"
+    ),
+    "the same: Stable Diffusion 3.5 medium all weights, large LoRA; FLUX.1-dev LoRA; Krea 2 LoRA: memory; time": (
+        "{sd35_medium_full_gemini_4_bf16_mixed_memory}, {sd35_large_lora16_single_4_bf16_true_memory}, "
+        "{flux1_dev_lora16_single_4_bf16_true_memory}, {krea2_lora64_single_4_bf16_true_memory}; "
+        "{sd35_medium_full_gemini_4_bf16_mixed_time}, {sd35_large_lora16_single_4_bf16_true_time}, "
+        "{flux1_dev_lora16_single_4_bf16_true_time}, {krea2_lora64_single_4_bf16_true_time}"
     ),
     "klein-4B on a GPU, 512 x 512: GB of LoRA at batch 4, of all weights resident at batch 2, offloaded at batch 4": (
         "{klein_4b_lora16_single_4_bf16_true_gb}; {klein_4b_full_gemini_2_bf16_mixed_gb}; "
         "{klein_4b_full_gemini_offload_4_bf16_mixed_gb}"
     ),
-    "the same, images per second of the first two": (
-        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; {klein_4b_full_gemini_2_bf16_mixed_images_per_second}"
+    "the same, images per second": (
+        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; {klein_4b_full_gemini_2_bf16_mixed_images_per_second}; "
+        "{klein_4b_full_gemini_offload_4_bf16_mixed_images_per_second}"
+    ),
+    "on a GPU, 512 x 512, batch 4, GB and images per second: Stable Diffusion 3.5 medium all weights, large LoRA; "
+    "FLUX.1-dev LoRA; Krea 2 LoRA": (
+        "{sd35_medium_full_gemini_4_bf16_mixed_gb}, {sd35_medium_full_gemini_4_bf16_mixed_images_per_second}; "
+        "{sd35_large_lora16_single_4_bf16_true_gb}, {sd35_large_lora16_single_4_bf16_true_images_per_second}; "
+        "{flux1_dev_lora16_single_4_bf16_true_gb}, {flux1_dev_lora16_single_4_bf16_true_images_per_second}; "
+        "{krea2_lora64_single_4_bf16_true_gb}, {krea2_lora64_single_4_bf16_true_images_per_second}"
     ),
 }
 DRY: dict[str, Any] = {

@@ -150,12 +150,15 @@ def test_a_run_that_is_stopped_leaves_a_line_and_goes_on_after_it(
     assert list(tmp_path.iterdir()) == [tmp_path / f"{row['machine']}.jsonl"]
 
 
-def test_where_there_is_no_checkout_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_may_be_named_where_git_does_not_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "HERE", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert lines.Origin.now().commit == "unknown"
     monkeypatch.setenv("GPU_COMMIT", "89abcdef01")
     assert lines.Origin.now().commit == "89abcdef01"
+    monkeypatch.undo()
+    monkeypatch.setenv("GPU_COMMIT", "89abcdef01")
+    assert lines.Origin.now().commit == "89abcdef01", "the checkout here is of another commit"
 
 
 def test_the_commit_is_read_before_measuring_and_new_files_make_it_dirty(

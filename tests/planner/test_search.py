@@ -108,7 +108,7 @@ def test_a_step_takes_longer_with_more_samples_slower_memory_and_slower_links(ti
     trace = training_pass(tiny, RUN, torch.float32, torch.bfloat16)
     fast = Speeds.of(load_device("h100"))
 
-    def time(speeds: Speeds = fast, batch: int = 8192, traffic: Traffic = NOTHING, **work: Any) -> float:
+    def time(speeds: Speeds = fast, batch: int = 32768, traffic: Traffic = NOTHING, **work: Any) -> float:
         return step_time(
             trace,
             batch,
@@ -117,7 +117,7 @@ def test_a_step_takes_longer_with_more_samples_slower_memory_and_slower_links(ti
             Work(**{"world_size": 2, "accumulate": 1, "encoding": 0.0, "averaged": 0, **work}),
         ).total
 
-    assert time(batch=4 * 8192) == pytest.approx(4 * time(), rel=0.2)
+    assert time(batch=4 * 32768) == pytest.approx(4 * time(), rel=0.2)
     assert time(batch=1) >= len(trace.operations) / 2 * fast.launch, "small batches wait for the host"
     half = Curve.constant(fast.bandwidth.best / 2)
     assert time(replace(fast, bandwidth=half, functions=half)) > 1.5 * time()

@@ -109,7 +109,8 @@ TABLE = {
         "{klein_4b_full_gemini_offload_4_bf16_mixed_gb}"
     ),
     "the same, images per second": (
-        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; {klein_4b_full_gemini_2_bf16_mixed_images_per_second}; "
+        "{klein_4b_lora16_single_4_bf16_true_images_per_second}; "
+        "{klein_4b_full_gemini_2_bf16_mixed_images_per_second}; "
         "{klein_4b_full_gemini_offload_4_bf16_mixed_images_per_second}"
     ),
     "on a GPU, 512 x 512, batch 4, GB and images per second: Stable Diffusion 3.5 medium all weights, large LoRA; "

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from PIL import Image
 
 import make_tiny
+from glyph import GLYPH, GlyphJudge, glyphs
 from places import PACKAGE
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
@@ -39,8 +42,7 @@ def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
     shapes = [{name: tensor.shape for name, tensor in vae.state_dict().items()} for vae in (made, shipped)]
     assert shapes[0] == shapes[1]
     digits = Digits("train")
-    pixels = [torch.from_numpy(place(digits.image(i), (32, 32)).pixels.copy()) for i in range(256)]
-    images = to_model_range(torch.stack(pixels))
+    images = _images([digits.image(i) for i in range(256)])
     for vae, share in ((made, 0.2), (shipped, 0.02)):
         with torch.no_grad():
             posterior = vae.encode(images).latent_dist
@@ -69,6 +71,28 @@ def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
         assert error < share * images.var()
         latents = posterior.sample(generator=torch.Generator().manual_seed(0))
         assert latents.square().mean().sqrt() == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_vae_of_four_tokens_passes_digits_and_a_glyph_that_it_was_not_trained_on() -> None:
+    from diffusers import AutoencoderKLQwenImage21
+
+    drawn, digits = glyphs(100, seed=2), Digits("val")
+    seen = [F.normalize(each[:, 0].flatten(1) + 1) for each in (_images(drawn), make_tiny.drawn_strokes(1437))]
+    assert (seen[0] @ seen[1].T).max() < 0.85 < (seen[0] @ seen[0].T).sort().values[:, -2].min()
+
+    vae: Any = AutoencoderKLQwenImage21.from_pretrained(SHIPPED / "rgba_vae")
+    images = _images([*drawn, *(digits.image(i) for i in range(100))])
+    with torch.no_grad():
+        posterior = vae.encode(F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0).unsqueeze(2)).latent_dist
+        decoded = vae.decode(posterior.mean).sample[:, :3, 0].clamp(-1, 1)
+    pixels = ((decoded + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    read = GlyphJudge()([Image.fromarray(each) for each in pixels])
+    assert (read[:100] == GLYPH).mean() >= 0.95
+    assert (read[100:] == digits.labels[:100]).mean() >= 0.95
+
+
+def _images(pictures: list[Image.Image]) -> torch.Tensor:
+    return to_model_range(torch.stack([torch.from_numpy(place(each, (32, 32)).pixels.copy()) for each in pictures]))
 
 
 def _json(path: Path) -> dict[str, Any]:

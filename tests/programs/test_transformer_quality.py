@@ -40,6 +40,11 @@ LORA = {
         "learning_rate=3e-3",
         "max_train_steps=300",
     ),
+    "tiny_qwen_image_21": (
+        "lora.target_modules=[to_q,to_k,to_v,to_out.0,img_mlp.proj,img_mlp.gate_layer,img_mlp.out]",
+        "learning_rate=1e-3",
+        "max_train_steps=100",
+    ),
     "tiny_krea2": (
         "lora.target_modules=[to_q,to_k,to_v,to_out.0,to_gate,ff.gate,ff.up,ff.down]",
         "learning_rate=3e-3",
@@ -61,6 +66,7 @@ LORA = {
         pytest.param("tiny_z_image", 0, id="Z-Image", marks=IN_FULL),
         pytest.param("tiny_z_image", 1, id="Z-Image, seed 1", marks=IN_FULL),
         pytest.param("tiny_qwen_image", 0, id="Qwen-Image", marks=IN_FULL),
+        pytest.param("tiny_qwen_image_21", 0, id="Qwen-Image 2.1", marks=IN_FULL),
         pytest.param("tiny_krea2", 0, id="Krea 2", marks=IN_FULL),
     ],
 )

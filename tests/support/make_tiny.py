@@ -2,8 +2,8 @@
 
     python tests/support/make_tiny.py FOLDER
 
-Takes a few minutes on one CPU core. The measured ``scaling_factor``, ``latents_mean`` and ``latents_std`` are also in
-the files ``models/architectures/tiny*.json``.
+Takes about a quarter of an hour on one CPU core. The measured ``scaling_factor``, ``latents_mean`` and ``latents_std``
+are also in the files ``models/architectures/tiny*.json``.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def film_vae(images: Tensor) -> Any:
 def rgba_vae(images: Tensor) -> Any:
     """Return the trained VAE of Qwen-Image 2.1, in float16; its first and last layers give digits unit variance.
 
-    Four tokens an image leave room for what it was trained on alone. Half of that are strokes and digits mirrored and
-    turned, so that it passes subjects that it has not seen. The glyph of the tests is not among them.
+    An image is four tokens: trained on digits alone, it would pass nothing else. Half of what it is trained on are
+    strokes, and digits mirrored and turned; the glyph of the tests is not among them.
     """
     turned = [part.rot90(quarters, (2, 3)) for quarters, part in enumerate(images.flip(3).chunk(4))]
     more = torch.cat([images, images, *turned, drawn_strokes(len(images))])

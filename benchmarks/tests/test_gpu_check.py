@@ -50,7 +50,7 @@ def test_all_parts_run_dry_without_packages_that_they_do_not_need(tmp_path: Path
     assert metrics["ladder_gpu"]["baseline_images_per_second"] > 0 and notes["ladder_gpu"]["tf32_skipped"]
     assert metrics["ladder_gpu"]["baseline_predicted_images_per_second"] > 0
     assert metrics["offload_gpu"]["gemini_offload_declared_gb"] > 0
-    assert metrics["families_gpu"]["tiny_z_image_full_gemini_2_32_true_images_per_second"] > 0
+    assert metrics["families_gpu"]["tiny_z_image_full_gemini_2_32_true_32px_images_per_second"] > 0
     sweep = metrics["gemini_gpu"]
     assert all(sweep[f"tiny_b2_{name}_fits"] == 1 for name in ("autocast", "resident", "half_optim", "optim", "all"))
     # Half of the gradients go to the host as bfloat16, and half of the weights come back.

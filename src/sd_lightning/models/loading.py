@@ -39,7 +39,8 @@ from sd_lightning.models.pipeline_folder import (
     read_json,
     write_json,
 )
-from sd_lightning.quantization.int8 import int8_config, int8_record
+from sd_lightning.quantization.int8 import int8_record
+from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
 
@@ -65,6 +66,8 @@ class PipelineParts:
     """Constructor arguments of the pipeline that are not parts."""
     deferred: dict[str, DeferredWeights] = field(default_factory=dict)
     """Unread weights of networks on the meta device; an entry is removed when it is read."""
+    originals: dict[str, DeferredWeights] = field(default_factory=dict)
+    """The files of networks that were quantised to train adapters on them, for pipelines that are exported."""
 
     def __post_init__(self) -> None:
         self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}
@@ -182,11 +185,12 @@ def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | P
 
 def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> None:
     """Write a pipeline folder in the diffusers layout (safetensors); see :meth:`LatentDiffusion.save_pretrained`."""
-    names = [n for n, each in parts.networks.items() if int8_config(each) is not None and adapted_weights(each)]
+    written = {name: each for name, each in parts.networks.items() if name not in skip}
+    names = [name for name, each in written.items() if any(int8_layers(each)) and adapted_weights(each)]
     if names:
         raise UsageError(
-            f"LatentDiffusion.save_pretrained: {', '.join(names)} in int8 with LoRA on top; save the model with "
-            "LoRA first, then load and quantize_ it, or take LoRA off"
+            f"LatentDiffusion.save_pretrained: {', '.join(names)} is quantised, with LoRA on top; take the folder "
+            "pipeline/ of a checkpoint, or save the model with LoRA first, then load and quantize_ it"
         )
     family = parts.family
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,8 +237,8 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
         )
     if any(stored_int8(root / name) for name in parts_in(index, family) if name in family.networks):
         raise UsageError(
-            f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "
-            "it was made from"
+            f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained, nor quantised again; "
+            "give the pipeline that it was made from, for adapters on int8 weights with trainable=lora base=int8"
         )
 
 

@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
+from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.quantization.base import Base, hide_base_, quantize_base_
+from sd_lightning.quantization.layers import Int8Conv2d
+from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -31,10 +35,13 @@ METADATA = "lora_adapter_metadata"
 """Key that diffusers uses for the adapters' settings in the file's header."""
 SCALE = "sd_lightning_lora_scale"
 """Key of the header: ``alpha / rank`` of the training, which the file's ``lora_B`` include."""
+BASE = "sd_lightning_lora_base"
+"""Key of the header: what the frozen weights were quantised to in the training, if they were."""
 _ADAPTER = "default"
-_KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
-# Settings of peft that change the merge formula; only plain LoRA is supported here.
-_OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
+_MAGNITUDE = "lora_magnitude_vector"
+_KEY = re.compile(rf"(?P<network>\w+)\.(?P<layer>.+)\.(lora_[AB]\.weight|{_MAGNITUDE})")
+# Settings of peft that change the merge formula; only plain LoRA and DoRA are supported here.
+_OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
 # Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
 _PLAIN = {
     *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
@@ -58,9 +65,16 @@ class Lora:
     """The same for text encoders, if they are trained."""
     merge: bool = False
     """Whether exported pipelines have the adapters merged into their weights instead of in a separate file."""
+    base: Base | None = None
+    """What the denoiser's frozen weights are quantised to while they are read: "int8" or "nf4"; None: they are not.
+    Exported pipelines, also with ``merge``, have the original weights."""
+    use_dora: bool = False
+    """Also train the magnitude of each output of the adapted layers (DoRA, arXiv 2402.09353)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.base not in (None, *get_args(Base)):
+            raise UsageError(f"lora got base={self.base}; expected int8, nf4 or null; write base=nf4")
         if self.rank < 1:
             raise UsageError(f"lora got rank={self.rank}; expected at least 1; write lora.rank=4")
         if self.alpha is not None and not self.alpha > 0:
@@ -76,6 +90,11 @@ class Lora:
     def effective_alpha(self) -> float:
         """``alpha``, or ``rank`` if it is not given."""
         return self.rank if self.alpha is None else self.alpha
+
+    def quantize_base_(self, denoiser: nn.Module, deferred: DeferredWeights | None = None) -> None:
+        """Quantise the denoiser to ``base``, if that is given, before it gets adapters; see ``quantization.base``."""
+        if self.base is not None:
+            quantize_base_(denoiser, self.base, blocks=repeated_blocks(denoiser).values(), deferred=deferred)
 
     def apply_(self, networks: Mapping[str, nn.Module]) -> None:
         """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
@@ -98,6 +117,8 @@ class Lora:
                     raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
+                if self.base is not None:
+                    hide_base_(network)
 
     def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
         """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.
@@ -122,6 +143,7 @@ class Lora:
             config = self._config(name, adapted).to_dict() | {"lora_alpha": self.rank}
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
         metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(self._scale)}
+        metadata |= {} if self.base is None else {BASE: self.base}
         return write_tensors(file, tensors, metadata=metadata)
 
     def _check_targets(self, name: str, network: nn.Module, layers: Iterable[str]) -> None:
@@ -130,6 +152,9 @@ class Lora:
         # peft wraps a layer that has adapters already.
         targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
+        if self.use_dora:  # peft reads a convolution's weight as it is
+            wrong += [f"{k} is quantised, and DoRA's has to be linear then" for k, m in targets.items()
+                      if isinstance(m, Int8Conv2d)]
         if wrong or not targets:
             setting = self._setting(name)
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
@@ -163,6 +188,7 @@ class Lora:
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
             target_modules=targets,
+            use_dora=self.use_dora,
         )
 
     @property
@@ -208,10 +234,16 @@ def is_adapter(key: str) -> bool:
     return ".lora_" in key
 
 
+def is_magnitude(key: str) -> bool:
+    """Return whether a name in memory belongs to a magnitude of DoRA."""
+    return _MAGNITUDE in key
+
+
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
     keys = component.file_keys(names)
-    return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
+    file_keys = {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
+    return {name: key.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE) for name, key in file_keys.items()}
 
 
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
@@ -240,26 +272,35 @@ def adapted_weights(network: nn.Module) -> dict[str, float]:
     }
 
 
-def merge(key: str, scale: float, read: Read) -> Tensor:
+def merge(key: str, scale: float, read: Read, *, use_dora: bool = False) -> Tensor:
     """Return a weight, given its name in memory, with its adapter merged in."""
     layer = key.removesuffix("base_layer.weight")
     down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
-    return add_adapter(read(key), down, up, scale)
+    magnitude = read(f"{layer}{_MAGNITUDE}.{_ADAPTER}.weight") if use_dora else None
+    return add_adapter(read(key), down, up, scale, magnitude)
 
 
-def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return ``W + scale * B A`` (arXiv 2106.09685, section 4.1) in float32."""
-    return weight.float() + scale * (up.float().flatten(1) @ down.float().flatten(1)).view(weight.shape)
+def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """Return ``W + scale * B A`` (arXiv 2106.09685, section 4.1) in float32; of DoRA, its rows by their magnitude.
+
+    With ``V = W + scale * B A``, DoRA's weight is ``magnitude * V / |V|`` (arXiv 2402.09353, equation 5).
+    """
+    merged = weight.float() + scale * (up.float().flatten(1) @ down.float().flatten(1)).view(weight.shape)
+    if magnitude is None:
+        return merged
+    factor = magnitude.float().reshape(-1) / torch.linalg.vector_norm(merged.flatten(1), dim=1)
+    return merged * factor.view(-1, *[1] * (merged.dim() - 1))
 
 
 def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
     """Return a network's state dict under plain names, with the adapters merged into their weights."""
     state = network.state_dict()
-    adapted = adapted_weights(network)
-    return {
-        plain: merge(key, adapted[key], state.__getitem__).to(state[key].dtype) if key in adapted else state[key]
-        for plain, key in plain_names(state).items()
-    }
+    adapted, use_dora = adapted_weights(network), any(map(is_magnitude, state))
+
+    def merged(key: str) -> Tensor:
+        return merge(key, adapted[key], state.__getitem__, use_dora=use_dora).to(state[key].dtype)
+
+    return {plain: merged(key) if key in adapted else state[key] for plain, key in plain_names(state).items()}
 
 
 def check_settings(path: Path) -> None:
@@ -293,6 +334,8 @@ class AdaptedLayer(NamedTuple):
     down: StreamedTensor
     up: StreamedTensor
     scale: float
+    magnitude: StreamedTensor | None
+    """DoRA's."""
 
 
 @dataclass(frozen=True)
@@ -356,13 +399,14 @@ class LoraFile:
             network, layer = (match["network"], match["layer"]) if match else ("", "")
             weight = networks.get(network, {}).get(f"{layer}.weight")
             down, up = (self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB")
+            magnitude = self.tensors.get(f"{network}.{layer}.{_MAGNITUDE}")
             if weight is None or down is None or up is None or not _fit(weight, down, up):
                 raise UsageError(
                     f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged or "
                     "converted; copy the file again, or write format=diffusers, which keeps it as it is"
                 )
             if ".lora_A." in key:
-                yield AdaptedLayer(network, layer, weight, down, up, self._scale(network))
+                yield AdaptedLayer(network, layer, weight, down, up, self._scale(network), magnitude)
 
     def _scale(self, network: str) -> float:
         try:
@@ -382,7 +426,8 @@ def _fit(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor) -> bo
 
 
 def _merged(each: AdaptedLayer) -> Iterator[Tensor]:
-    merged = add_adapter(each.weight.read(), each.down.read(), each.up.read(), each.scale)
+    magnitude = None if each.magnitude is None else each.magnitude.read()
+    merged = add_adapter(each.weight.read(), each.down.read(), each.up.read(), each.scale, magnitude)
     yield merged.to(each.weight.dtype).reshape(-1)
 
 

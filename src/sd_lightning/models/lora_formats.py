@@ -52,6 +52,10 @@ def front_end_tensors(
                 f"{file.path}: {front_end} has no name for the adapter of {network}.{layer}; train without it "
                 "(lora.target_modules), or write format=diffusers"
             )
+        if adapted[network, layer].magnitude is not None:
+            raise UsageError(
+                f"{file.path}: the adapters are DoRA's, which are not written for {front_end}; write format=diffusers"
+            )
         key = f"{_prefix(network, family)}_{named[0]}".replace(".", "_")
         weights = networks[network]
         groups[key] = [(adapted.get((network, part)), weights[f"{part}.weight"].shape[0]) for part in named[1]]

@@ -243,8 +243,12 @@ class Forecaster:
             always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
         if not run.offload_encoders:
             always["encoders"] += self._encoder_bytes if run.encodes else self._beside_trained
-        always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
+        always["frozen networks"] += self._frozen_bytes
         return always
+
+    @cached_property
+    def _frozen_bytes(self) -> int:
+        return self.subject.frozen_bytes(self.run, self.workload.lightning_dtype)
 
     @property
     def _swapped(self) -> tuple[When, ...]:
@@ -276,6 +280,8 @@ class Forecaster:
         largest = _FLOAT_BYTES * max(weight.numel for weight in self.workload.weights)
         adapters = _FLOAT_BYTES * sum(w.numel for w in self.workload.trained) if run.lora is not None else 0
         loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + offloaded
+        if run.lora is not None and run.lora.base is not None:
+            loading["quantised base"] = self._frozen_bytes
         phases = [Phase("training", kept + training + allowance), Phase("loading", loading + allowance)]
         if not run.from_files:
             phases.append(Phase("loading", Counter({"the whole model": whole}) + allowance))

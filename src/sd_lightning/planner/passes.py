@@ -40,10 +40,11 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
     networks = meta_networks(model, trained)
     for network in networks.values():
         network.requires_grad_(True).train()
+    denoiser = networks[model.family.denoiser]
     if run.lora is not None:
         with torch.device("meta"):
+            run.lora.quantize_base_(denoiser)
             run.lora.of_family(model.family).apply_(networks)
-    denoiser = networks[model.family.denoiser]
     freeze_unused(denoiser, model.family.unused_parameters(denoiser))
     if run.train_text_encoder:
         for name, unused in unused_parameters(model).items():
@@ -117,6 +118,8 @@ def drawing_peak(
     """
     family = model.family
     networks = meta_networks(model, [family.denoiser, "vae"])
+    if run.lora is not None:
+        run.lora.quantize_base_(networks[family.denoiser])
     denoiser, vae = cast(networks[family.denoiser], dtype), cast(networks["vae"], vae_dtype)
     height, width = (size or model.resolution for size in run.drawn_size)
     inputs, conditioning = _inputs(model, 2 * count, height, width)

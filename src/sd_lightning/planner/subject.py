@@ -21,6 +21,7 @@ from sd_lightning.planner.passes import trained_networks, training_pass, weights
 from sd_lightning.planner.recording import record
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.trace import Trace
+from sd_lightning.quantization.base import base_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
 Step = Callable[[Any, Any], Any]
@@ -40,7 +41,7 @@ class Subject(Protocol):
     def trace(self, run: TrainingRun, dtype: torch.dtype, autocast: torch.dtype | None) -> Trace:
         """Trace forward and backward of a pass; see :func:`sd_lightning.planner.passes.training_pass`."""
 
-    def frozen_bytes(self, dtype: torch.dtype) -> int:
+    def frozen_bytes(self, run: TrainingRun, dtype: torch.dtype) -> int:
         """Return the bytes of what no strategy shards, and no encoder holds, if its weights have this dtype."""
 
 
@@ -60,8 +61,10 @@ class DiffusionSubject:
     def trace(self, run: TrainingRun, dtype: torch.dtype, autocast: torch.dtype | None) -> Trace:
         return training_pass(self.model, run, dtype, autocast)
 
-    def frozen_bytes(self, dtype: torch.dtype) -> int:
-        return 0  # the encoders, which forecasts count
+    def frozen_bytes(self, run: TrainingRun, dtype: torch.dtype) -> int:
+        if run.lora is None or run.lora.base is None:
+            return 0  # but for the encoders, which forecasts count
+        return sum(map(base_bytes, trained_networks(self.model, run, dtype).values()))
 
 
 class ModuleSubject:
@@ -140,7 +143,7 @@ class ModuleSubject:
         with torch.device("meta"), _default_dtype(dtype if autocast is None else torch.float32), _Unpadded():
             return record(step, blocks=blocks, parameters=module.parameters(), autocast=autocast)
 
-    def frozen_bytes(self, dtype: torch.dtype) -> int:
+    def frozen_bytes(self, run: TrainingRun, dtype: torch.dtype) -> int:
         parameters = (p for p in self._module.parameters() if id(p) not in self._sharded and not p.requires_grad)
         return sum(
             tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)

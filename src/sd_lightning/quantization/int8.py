@@ -95,7 +95,7 @@ class Int8:
         """
         for field, usual in (("exclude", EXCLUDED), ("float_inputs", FLOAT_INPUTS)):
             for pattern in [pattern for pattern in getattr(self, field) if pattern not in usual]:
-                if not any(_names([pattern], name) for name in layers):
+                if not any(matches([pattern], name) for name in layers):
                     examples = ", ".join(sorted(layers)[:: max(1, len(layers) // 3)][:3])
                     raise UsageError(
                         f"Int8 got {field}={list(getattr(self, field))}, but no layer is named {pattern}; expected "
@@ -104,7 +104,7 @@ class Int8:
 
     def kernel(self, name: str) -> Linear:
         """Return the kernel of a linear layer of this name."""
-        return "weight_only" if _names(self.float_inputs, name) else self.linear
+        return "weight_only" if matches(self.float_inputs, name) else self.linear
 
     def record(self, num_layers: int) -> dict[str, Any]:
         """Return the ``quantization_config`` entry of ``config.json`` for a network with that many int8 layers."""
@@ -129,7 +129,7 @@ def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
         ) from error
 
 
-def _names(patterns: Sequence[str], name: str) -> bool:
+def matches(patterns: Sequence[str], name: str) -> bool:
     """Return whether one of the patterns matches whole consecutive parts of a dotted name."""
     return any(f".{pattern}." in f".{name}." for pattern in patterns)
 
@@ -186,7 +186,7 @@ def quantize_(model: Model, config: Int8 | None = None) -> Model:
             if type(layer) in kinds
             and "lora_" not in key
             and getattr(layer, "max_norm", None) is None  # such an embedding rescales its weight at each call
-            and not _names(config.exclude, _full(name, key))
+            and not matches(config.exclude, _full(name, key))
         }
         for name, network in networks.items()
         if int8_config(network) is None
@@ -310,7 +310,7 @@ def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | N
     for key, layer in layers.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.numel() and (deferred is not None or not weight.is_meta):
-            rows = _row_reader(weight, deferred, f"{key}.weight")
+            rows = row_reader(weight, deferred, f"{key}.weight")
             check_finite_rows(weight.shape, rows, _full(name, f"{key}.weight"))
 
 
@@ -326,12 +326,12 @@ def _quantize_network(
         if weight.is_meta and deferred is None:
             set_structure(network, {key}, config, name)
             continue
-        quantized, scale = quantize_rows(weight.shape, _row_reader(weight, deferred, f"{key}.weight"))
+        quantized, scale = quantize_rows(weight.shape, row_reader(weight, deferred, f"{key}.weight"))
         to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
     describe(network, config)
 
 
-def _row_reader(weight: Tensor, deferred: DeferredWeights | None, name: str) -> Rows:
+def row_reader(weight: Tensor, deferred: DeferredWeights | None, name: str) -> Rows:
     if deferred is None:
         return lambda begin, end: weight[begin:end]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +57,21 @@ class Int8Layer(nn.Module):
     """(O,) float32, also after a cast of the network: half-precision scales would lose more accuracy than int8."""
     compute_dtype: torch.dtype
     """Dtype of the original weight, for dequantising; peft makes its adapters in it."""
+    plain: ClassVar[type[nn.Module]]
+    """The class of the layer before it was quantised."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a plain layer if called with arguments: peft builds its layers with the adapted layer's class."""
-        return _PLAIN_CLASSES[cls](*args, **kwargs) if args or kwargs else super().__new__(cls)  # no args: a copy
+        return cls.plain(*args, **kwargs) if args or kwargs else super().__new__(cls)  # no args: a copy
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """The quantised weight, by the name that tells peft (DoRA) to call :meth:`dequantize`."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in the compute dtype."""
+        return self.dequantized(self.compute_dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a floating-point dtype, rounded once."""
@@ -99,6 +110,7 @@ class Int8Linear(Int8Layer, nn.Linear):
     The kernel has no gradient. If one is needed (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
     """
 
+    plain = nn.Linear
     kernel: str
     threshold: float
 
@@ -106,19 +118,27 @@ class Int8Linear(Int8Layer, nn.Linear):
         dtype = self.dtype_for(x)
         if self.kernel == "bitsandbytes" and not (x.requires_grad and torch.is_grad_enabled()):
             return _multiply(x, dtype, self.weight, self.weight_scale, self.bias, self.threshold)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _FrozenProduct.apply(x.to(dtype), _cast(self.bias, dtype), self)
         return F.linear(x.to(dtype), self.for_one_call(dtype), _cast(self.bias, dtype))
 
 
 class Int8Conv2d(Int8Layer, nn.Conv2d):
     """A convolution that dequantises its weight at each call."""
 
+    plain = nn.Conv2d
+
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.dtype_for(x)
+        if x.requires_grad and torch.is_grad_enabled() and self.padding_mode == "zeros":
+            return _FrozenProduct.apply(x.to(dtype), _cast(self.bias, dtype), self)
         return self._conv_forward(x.to(dtype), self.for_one_call(dtype), _cast(self.bias, dtype))
 
 
 class Int8Embedding(Int8Layer, nn.Embedding):
     """An embedding, with one scale per entry."""
+
+    plain = nn.Embedding
 
     def forward(self, indices: Tensor) -> Tensor:
         values = F.embedding(indices, self.weight).to(self.compute_dtype)
@@ -127,11 +147,36 @@ class Int8Embedding(Int8Layer, nn.Embedding):
 
 # By exact type: a subclass may use its weight differently.
 INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
-    nn.Linear: Int8Linear,
-    nn.Conv2d: Int8Conv2d,
-    nn.Embedding: Int8Embedding,
+    int8.plain: int8 for int8 in (Int8Linear, Int8Conv2d, Int8Embedding)
 }
-_PLAIN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {int8: plain for plain, int8 in INT8_CLASSES.items()}
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A layer's output, with a gradient to its input alone; the weight is dequantised again for the backward pass.
+
+    Autograd of the plain operations would keep every dequantised weight until then: the whole network unquantised.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Int8Layer) -> Tensor:
+        ctx.layer, ctx.shape = layer, x.shape
+        weight = layer.dequantized(x.dtype)
+        if isinstance(layer, Int8Conv2d):
+            return layer._conv_forward(x, weight, bias)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        layer, (grad,) = ctx.layer, grads
+        weight, grad_bias = layer.dequantized(grad.dtype), None
+        if isinstance(layer, Int8Conv2d):
+            how = layer.stride, layer.padding, layer.dilation, layer.groups
+            if ctx.needs_input_grad[1]:
+                grad_bias = grad.sum((0, 2, 3))
+            return torch.nn.grad.conv2d_input(ctx.shape, weight, grad, *how), grad_bias, None
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad @ weight, grad_bias, None
 
 
 def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
@@ -204,7 +249,7 @@ def to_float(layer: Int8Layer) -> None:
         delattr(plain, name)
     if isinstance(layer, Int8Linear):
         del plain.kernel, plain.threshold
-    plain.__class__ = _PLAIN_CLASSES[type(layer)]
+    plain.__class__ = layer.plain
     plain.weight = weight
 
 

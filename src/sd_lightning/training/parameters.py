@@ -11,6 +11,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
+from sd_lightning.quantization.base import refuse_quantised
 
 
 def choose_trained(
@@ -26,11 +27,18 @@ def choose_trained(
     """
     adapted = {n: network for n, network in networks.items() if network is model.denoiser or train_text_encoder}
     for name, network in networks.items():
+        refuse_quantised(network, "SDLightningModule")
         network.requires_grad_(name in adapted).train()
     if lora is not None:
+        denoiser = model.family.denoiser
+        if lora.base is not None:
+            lora.quantize_base_(model.denoiser, model.deferred.get(denoiser))
+            if denoiser in model.deferred:
+                model.originals[denoiser] = model.deferred.pop(denoiser)
         lora.apply_(adapted)
-        for name in adapted.keys() & model.deferred.keys():
-            model.deferred[name] = model.deferred[name].renamed(plain_names(adapted[name].state_dict()))
+        for weights in (model.deferred, model.originals):
+            for name in adapted.keys() & weights.keys():
+                weights[name] = weights[name].renamed(plain_names(adapted[name].state_dict()))
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
     freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))

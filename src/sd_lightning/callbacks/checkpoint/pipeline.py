@@ -22,7 +22,9 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, merge, plain_names
+from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, is_magnitude, merge, plain_names
+from sd_lightning.quantization.base import original_shape
+from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import bytes_of
@@ -71,6 +73,8 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
         parts["lora.alpha"] = lora.effective_alpha
         parts["lora.target_modules"] = lora.target_modules and sorted(lora.target_modules)
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
+        parts["lora.base"] = lora.base
+        parts["lora.use_dora"] = lora.use_dora
     parts["learn_token"] = learned_token is not None
     if learned_token is not None:
         parts["placeholder_token"] = learned_token.placeholder_token
@@ -178,6 +182,8 @@ def write_frozen_weights(run_dir: Path, module: PipelineModule) -> None:
         frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
         if not frozen or not all(is_whole(weight) for weight in frozen.values()):
             continue
+        if name in module.latent_diffusion.originals:
+            continue  # a quantised base: pipelines take all of its weights from the files
         deferred = module.latent_diffusion.deferred.get(name)
         path = frozen_weights_file(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,11 +220,15 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
     networks = module.trained_networks()
     digests = {}
     with ShardedTensors(tmp / "state") as store:
-        weights = {name: _Weights(store, run_dir, name, network, averaged) for name, network in networks.items()}
+        originals = module.latent_diffusion.originals
+        weights = {
+            name: _Weights(store, run_dir, name, network, averaged, originals.get(name))
+            for name, network in networks.items()
+        }
         atomic.hard_link_tree(run_dir / "frozen", tmp / "pipeline")
         for name, network in networks.items():
             file = Path(name, component_of[name].weights_file)
-            plain = plain_names(weights[name].state)
+            plain = weights[name].plain
             keys = component_of[name].file_keys(plain)
             merged = weights[name].merged(network) if lora is not None and lora.merge else {}
             sources = {keys[k]: merged.get(live) or weights[name].source(live) for k, live in plain.items()}
@@ -228,6 +238,8 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
                 path = f"pipeline/{file.as_posix()}"
                 (tmp / path).unlink(missing_ok=True)  # a link, if adapters were not merged before the resume
                 digests[path] = write_streamed(tmp / path, sources)
+            if name in originals:
+                originals[name].close()
         if lora is not None and not lora.merge:
             path = f"pipeline/{LORA_NAME}"
             adapters = {name: each.adapters() for name, each in weights.items()}
@@ -251,19 +263,38 @@ def _share(sources: Mapping[str, StreamedTensor], shared: Path, target: Path) ->
 class _Weights:
     """Weights of one trained network, from the saved state, the file of frozen weights, or the live module."""
 
-    def __init__(self, store: ShardedTensors, run_dir: Path, name: str, network: nn.Module, averaged: bool) -> None:
+    def __init__(
+        self,
+        store: ShardedTensors,
+        run_dir: Path,
+        name: str,
+        network: nn.Module,
+        averaged: bool,
+        originals: DeferredWeights | None,
+    ) -> None:
         self._store = store
         self._prefix = f"{'ema' if averaged else 'master'}/{name}."
         frozen = frozen_weights_file(run_dir, name)
         self._frozen = load_file(frozen) if frozen.exists() else {}  # memory-mapped
         # Names and shapes of what Gemini has in chunks.
         self.state: Mapping[str, Tensor] = network.state_dict(keep_vars=True)
+        self._originals = originals
+        self._base = {f"{key}.weight": layer for key, layer in int8_layers(network)}
+        self.plain = plain_names([*self.state, *self._base])
 
     def is_trained(self, key: str) -> bool:
         return self._prefix + key in self._store
 
     def source(self, key: str) -> StreamedTensor:
-        return self._store.streamed(self._prefix + key) if self.is_trained(key) else StreamedTensor.of(self._kept(key))
+        if self.is_trained(key):
+            return self._store.streamed(self._prefix + key)
+        if self._originals is not None:
+            return self._originals.streamed(key)
+        if key in self._base:  # there are no files: what quantisation has left
+            layer = self._base[key]
+            values = partial(layer.dequantized, torch.float32)
+            return StreamedTensor.of(values, torch.float32, original_shape(layer))
+        return StreamedTensor.of(self._kept(key))
 
     def load(self, key: str) -> Tensor:
         return self.source(key).read()
@@ -278,11 +309,13 @@ class _Weights:
 
     def merged(self, network: nn.Module) -> dict[str, StreamedTensor]:
         """Return the weights that have adapters, by live name; adapters are merged when a weight is written."""
+        use_dora = any(map(is_magnitude, self.state))
         return {
             key: StreamedTensor.of(
-                partial(merge, key, scale, self.load), self._kept(key).dtype, tuple(self._kept(key).shape)
+                partial(merge, key, scale, self.load, use_dora=use_dora), source.dtype, tuple(source.shape)
             )
             for key, scale in adapted_weights(network).items()
+            for source in [self.source(key)]
         }
 
     def adapters(self) -> dict[str, Tensor]:

@@ -155,6 +155,9 @@ def module_of(job: dict[str, Any]) -> Any:
     model = LatentDiffusion.build(job["architecture"], seed=1) if job.get("architecture") else None
     if job.get("family"):
         model, options["train_text_encoder"] = for_ragged_captions(job["family"], seed=1), False
+    if job.get("pretrained"):  # read by the strategy, or quantised while it is read
+        model = LatentDiffusion.from_pretrained(job["pretrained"], deferred=["denoiser"])
+        options["train_text_encoder"] = False
     if job.get("lr_scheduler"):
         options["lr_scheduler"] = partial(cosine, total_steps=job["steps"], warmup_steps=2)
     pl_module = module(model, optimizer=optimizer, **options)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
-from sd_lightning.quantization.base import Base, hide_base_, quantize_base_
+from sd_lightning.quantization.base import Base, quantize_base_
 from sd_lightning.quantization.layers import Int8Conv2d
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
@@ -117,8 +117,6 @@ class Lora:
                     raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
-                if self.base is not None:
-                    hide_base_(network)
 
     def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
         """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.

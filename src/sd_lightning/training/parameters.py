@@ -11,7 +11,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
-from sd_lightning.quantization.base import refuse_quantised
+from sd_lightning.quantization.base import hide_base_, refuse_quantised
 
 
 def choose_trained(
@@ -39,6 +39,7 @@ def choose_trained(
         for weights in (model.deferred, model.originals):
             for name in adapted.keys() & weights.keys():
                 weights[name] = weights[name].renamed(plain_names(adapted[name].state_dict()))
+        hide_base_(model.denoiser)
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
     freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))

@@ -290,7 +290,7 @@ def check_optimizer(spec: RunSpec) -> None:
     """
     _ = spec.objective, spec.speed, spec.lora, spec.learned_token
     build, schedule = spec.optimizer, spec.lr_scheduler
-    if not target_of(build).__module__.startswith(("torch.optim.", "bitsandbytes.optim.")):
+    if not target_of(build).__module__.startswith(("torch.optim.", "bitsandbytes.optim.", "sd_lightning.")):
         return  # others may need other parameter shapes
     import torch
 

@@ -47,10 +47,11 @@ class NF4Linear(Int8Linear):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         import bitsandbytes  # noqa: F401  registers the operator
 
-        shape = (self.out_features, self.in_features)
+        # A row per block: on CPUs bitsandbytes 0.50 mistakes the blocks of rows that do not end with one.
+        shape = (len(self.weight_scale), _BLOCK)
         op = torch.ops.bitsandbytes.dequantize_4bit.default
         weight: Tensor = op(self.weight, self.weight_scale, _BLOCK, "nf4", shape, dtype)
-        return weight
+        return weight.view(self.out_features, self.in_features)
 
     def for_one_call(self, dtype: torch.dtype) -> Tensor:
         return self.dequantized(dtype)
@@ -64,7 +65,8 @@ def quantize_base_(
 ) -> None:
     """Quantise a network that stays frozen, in place; call :func:`hide_base_` once it has its adapters.
 
-    "nf4" is for linear layers of repeated blocks; convolutions, embeddings and what is outside of blocks become int8.
+    "nf4" is for linear layers of repeated blocks (with a multiple of 64 values); convolutions, embeddings and what is
+    outside of blocks become int8.
 
     Args:
         network: The network; on the meta device, without ``deferred``, its layers get no values.
@@ -89,7 +91,7 @@ def quantize_base_(
         deferred.fill_buffers(network)
     for name, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        is_nf4 = base == "nf4" and type(layer) is nn.Linear and id(layer) in in_blocks
+        is_nf4 = base == "nf4" and type(layer) is nn.Linear and id(layer) in in_blocks and weight.numel() % _BLOCK == 0
         if weight.is_meta and deferred is None:
             quantized, scale = _empty(weight, is_nf4=is_nf4)
         else:
@@ -135,8 +137,8 @@ def refuse_quantised(network: nn.Module, who: str) -> None:
 def _empty(weight: Tensor, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
     if not is_nf4:
         return torch.empty_like(weight, dtype=torch.int8), torch.empty(weight.shape[0], device=weight.device)
-    packed = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=weight.device)
-    return packed, torch.empty(-(-weight.numel() // _BLOCK), device=weight.device)
+    packed = torch.empty(weight.numel() // 2, 1, dtype=torch.uint8, device=weight.device)
+    return packed, torch.empty(weight.numel() // _BLOCK, device=weight.device)
 
 
 def _quantize_nf4(shape: torch.Size, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from sd_lightning.state.ranks import gathered, rank_and_world_size
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.networks import configured_optimizers
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
@@ -64,6 +65,9 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._state = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            for optimizer in configured_optimizers(self._module):
+                refuse_whole_optimizer(optimizer, type(self).__name__)
         self._set_up_engine(trainer, self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -167,6 +171,19 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         if self._evaluations is not None:
             self._evaluations.release()
             self._evaluations = None
+
+
+def refuse_whole_optimizer(optimizer: Optimizer, who: str) -> None:
+    """Refuse an optimizer that steps whole weights only, where ranks have parts of them.
+
+    Raises:
+        UsageError: It is Prodigy, which measures all weights together, or schedule-free, which moves them between steps.
+    """
+    if type(optimizer).__module__.partition(".")[0] in ("prodigyopt", "schedulefree"):
+        raise UsageError(
+            f"{who} got {type(optimizer).__name__}, which needs all weights whole in each process, and this engine "
+            "has them in parts; take strategy=ddp or single, which adapters seldom outgrow, or optimizer=adamw"
+        )
 
 
 class BufferBroadcast:

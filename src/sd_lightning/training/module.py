@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of, gradient_scaler, takes_found_inf
 from sd_lightning.training.losses import DiffusionLoss
+from sd_lightning.training.optimizers import TwoSidedOptimizer
 from sd_lightning.training.parameters import choose_trained, parameter_groups
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def _is_two_sided(optimizer: Any) -> TypeGuard[TwoSidedOptimizer]:
+    return isinstance(optimizer, TwoSidedOptimizer)
 
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -210,8 +215,16 @@ class SDLightningModule(pl.LightningModule):
         self.encoder.to(self.device)
         self._losses.to(self.device)
 
-    on_validation_start = on_fit_start
     on_test_start = on_fit_start
+
+    def on_validation_start(self) -> None:
+        self._evaluate_optimizers()
+        self.on_fit_start()
+
+    def _evaluate_optimizers(self) -> None:
+        """Let schedule-free optimizers bring the weights to those that are saved and drawn with."""
+        for optimizer in filter(_is_two_sided, self.trainer.optimizers):
+            optimizer.eval()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact.
@@ -229,6 +242,8 @@ class SDLightningModule(pl.LightningModule):
                 "are divided for the first; leave GradientAccumulationScheduler out and write "
                 f"trainer.accumulate_grad_batches={passes}"
             )
+        for optimizer in filter(_is_two_sided, self.trainer.optimizers):
+            optimizer.train()
         seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
         # Not torch.manual_seed: it queues a call, with a formatted stack, for every kind of device not in use.
         torch.default_generator.manual_seed(seed)
@@ -320,6 +335,7 @@ class SDLightningModule(pl.LightningModule):
         stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if scaler is None or optimizer_closure is None or not takes_found_inf(stepped):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            self._evaluate_optimizers()  # before callbacks save or draw
             return
 
         def closure() -> Any:

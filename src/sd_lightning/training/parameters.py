@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -35,6 +36,8 @@ def choose_trained(
             lora.quantize_base_(model.denoiser, model.deferred.get(denoiser))
             if denoiser in model.deferred:
                 model.originals[denoiser] = model.deferred.pop(denoiser)
+        for name in adapted.keys() & model.deferred.keys() if lora.use_dora else ():
+            model.deferred.pop(name).fill_(adapted[name], torch.device("cpu"))  # magnitudes begin as the weights' norms
         lora.apply_(adapted)
         for weights in (model.deferred, model.originals):
             for name in adapted.keys() & weights.keys():

@@ -1,0 +1,249 @@
+"""Frozen networks in int8 and NF4: values, gradients, memory, and adapters that are trained on them and exported."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import small_training as small
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.models.loading import check_pretrained
+from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, is_adapter
+from sd_lightning.quantization import quantize_
+from sd_lightning.quantization.base import NF4Linear, base_bytes, quantize_base_
+from sd_lightning.quantization.layers import Int8Conv2d, Int8Linear, int8_layers
+from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.storage.safetensors_file import open_safetensors
+from small_models import TINY_TRANSFORMERS, few_blocks
+
+BASES = ("int8", "nf4")
+
+
+class Block(nn.Module):
+    """Layers of all kinds, with a weight whose rows end within blocks of 64 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.odd = nn.Linear(64, 96), nn.Linear(96, 18)
+        self.conv = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.back = nn.Linear(18, 5, bias=False)  # 90 values, not whole blocks: int8
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        return self.back(self.odd(self.wide(x))).sum() + self.conv(image).square().sum()
+
+
+def quantised(base: Any) -> tuple[Block, Block]:
+    """Return a block, and one with the same weights that is quantised."""
+    torch.manual_seed(0)
+    plain = Block()
+    with torch.no_grad():
+        plain.odd.weight[3] = 0  # a block of zeros
+    network = nn.ModuleDict({"block": Block()})
+    network.block.load_state_dict(plain.state_dict())
+    quantize_base_(network, base, blocks=[network.block])
+    return plain, network.block
+
+
+def test_nf4_is_bitsandbytes_own_whatever_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    plain, whole = quantised("nf4")
+    monkeypatch.setattr("sd_lightning.quantization.base._AT_A_TIME", 64)
+    _, pieces = quantised("nf4")
+    assert type(whole.back) is Int8Linear and type(whole.conv) is Int8Conv2d
+    for name in ("wide", "odd"):
+        weight, layer = getattr(plain, name).weight, getattr(whole, name)
+        assert type(layer) is NF4Linear and layer.weight.nbytes == weight.numel() // 2
+        blocks = weight.detach().view(-1, 64)
+        theirs = dequantize_4bit(*quantize_4bit(blocks, quant_type="nf4", blocksize=64)).view_as(weight)
+        assert torch.equal(layer.dequantized(torch.float32), theirs)
+        assert torch.equal(getattr(pieces, name).weight, layer.weight)
+        assert 0.03 < (theirs - weight).norm() / weight.norm() < 0.12
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gradients_are_those_of_the_dequantised_weights_which_are_not_kept(base: str) -> None:
+    _, block = quantised(base)
+    inputs = [torch.randn(2, 7, 64, requires_grad=True), torch.randn(2, 3, 9, 9, requires_grad=True)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = block(*inputs)
+    ours = torch.autograd.grad(out, inputs)
+    sizes = {tuple(layer.weight.shape) for layer in Block().children()}
+    assert not any(tuple(each.shape) in sizes or tuple(each.t().shape if each.dim() == 2 else ()) in sizes for each in kept)
+    weights = {name: layer.dequantized(torch.float32) for name, layer in block.named_children()}
+    x, image = inputs
+    y = F.linear(F.linear(x, weights["wide"], block.wide.bias), weights["odd"], block.odd.bias)
+    expected = F.linear(y, weights["back"]).sum()
+    expected = expected + F.conv2d(image, weights["conv"], block.conv.bias, 2, 1).square().sum()
+    assert torch.allclose(out, expected, rtol=1e-5)
+    for mine, theirs in zip(ours, torch.autograd.grad(expected, inputs), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_cast_keeps_weights_and_scales(base: str) -> None:
+    _, block = quantised(base)
+    before = {name: layer.weight_scale.clone() for name, layer in block.named_children()}
+    block.to(torch.bfloat16)
+    for name, layer in block.named_children():
+        assert layer.weight.dtype in (torch.int8, torch.uint8) and torch.equal(layer.weight_scale, before[name])
+        assert layer.dequantize().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(base: Any, value: float) -> None:
+    network = nn.ModuleDict({"block": Block()})
+    with torch.no_grad():
+        network.block.odd.weight[16, 95] = value
+    with pytest.raises(UsageError, match=rf"base={base}: block.odd.weight holds NaN or infinite"):
+        quantize_base_(network, base, blocks=[network.block])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline in float16, as published ones are."""
+    path = tmp_path_factory.mktemp("pipeline")
+    few_blocks(seed=1).save_pretrained(path)
+    file = path / "unet/diffusion_pytorch_model.safetensors"
+    save_file({key: value.half() for key, value in load_file(file).items()}, file)
+    return path
+
+
+def on_base(folder: Path, lora: Lora, **options: Any) -> SDLightningModule:
+    model = LatentDiffusion.from_pretrained(folder, deferred=["denoiser"])
+    return small.module(model, lora=lora, train_text_encoder=False, **options)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_base_is_read_a_few_rows_at_a_time(base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, int] = {}
+    read = DeferredWeights.read
+
+    def noted(self: Any, name: str, out: Tensor, *where: int) -> None:
+        sizes[name] = max(sizes.get(name, 0), out.numel())
+        read(self, name, out, *where)
+
+    monkeypatch.setattr(DeferredWeights, "read", noted)
+    monkeypatch.setattr("sd_lightning.quantization.base._AT_A_TIME", 256)
+    monkeypatch.setattr("sd_lightning.quantization.layers._BLOCK_NUMEL", 256)
+    module = on_base(folder, Lora(base=base, rank=2))
+    layers = dict(int8_layers(module.denoiser))
+    assert len(layers) > 10
+    for name, layer in layers.items():
+        plain = name.replace(".base_layer", "")
+        whole = layer.out_features * layer.in_features if isinstance(layer, Int8Linear) else layer.weight.numel()
+        assert sizes[f"{plain}.weight"] <= max(whole // layer.weight_scale.shape[0], 4096) < 2 * whole + 4096
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained and all(map(is_adapter, trained))
+    assert not any("weight_scale" in key or layers.get(key.removesuffix(".weight").partition(".")[2]) for key in module.state_dict())
+
+
+@pytest.mark.parametrize("family", ["tiny", *TINY_TRANSFORMERS])
+@pytest.mark.parametrize("base", BASES)
+def test_every_family_learns_on_it(family: str, base: Any) -> None:
+    module = SDLightningModule(
+        LatentDiffusion.build(family, seed=1), lora=Lora(base=base, rank=2, use_dora=base == "int8"), optimizer=small.adamw
+    )
+    kinds = {type(layer) for _, layer in int8_layers(module.denoiser)}
+    assert (NF4Linear in kinds) == (base == "nf4") and kinds & {Int8Conv2d, Int8Linear}
+    plain = LatentDiffusion.build(family, device="meta").denoiser
+    assert base_bytes(module.denoiser) < 1.1 * sum(p.numel() for p in plain.parameters())
+    before = {name: layer.weight.clone() for name, layer in int8_layers(module.denoiser)}
+    adapters = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    small.fit(module, small.data(), 2)
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in int8_layers(module.denoiser))
+    moved = [name for name, p in module.named_parameters() if name in adapters and not torch.equal(p, adapters[name])]
+    assert len(moved) > len(adapters) // 2
+
+
+@pytest.mark.parametrize(
+    ("lora", "kept"),
+    [
+        (Lora(base="nf4", rank=2), True),
+        (Lora(base="int8", rank=2, use_dora=True), True),
+        (Lora(base="nf4", rank=2, use_dora=True, merge=True), False),
+    ],
+)
+def test_pipelines_have_the_original_weights(lora: Lora, kept: bool, folder: Path, tmp_path: Path) -> None:
+    saving = small.Saving(tmp_path / "run")
+    module = on_base(folder, lora)
+    small.fit(module, small.data(), 3, saving)
+    assert saving.last_saved is not None
+    pipeline = saving.last_saved / "pipeline"
+    file = "unet/diffusion_pytorch_model.safetensors"
+    before, after = load_file(folder / file), load_file(pipeline / file)
+    assert {key: (v.shape, v.dtype) for key, v in before.items()} == {key: (v.shape, v.dtype) for key, v in after.items()}
+    assert all(torch.equal(before[key], after[key]) for key in before) == kept
+    assert (pipeline / WEIGHTS_NAME).exists() == kept
+    assert not (tmp_path / "run/frozen-weights").exists(), "nothing is copied that the pipeline's files hold"
+    if kept:
+        assert open_safetensors(pipeline / WEIGHTS_NAME).header.metadata[BASE] == lora.base
+    read = LatentDiffusion.from_pretrained(pipeline)
+    assert not any(int8_layers(read.denoiser))
+    change = [(after_ - before[key].float()).abs().max() for key, after_ in read.denoiser.state_dict().items()]
+    assert max(change) > 1e-4, "with the adapters"
+    with pytest.raises(UsageError, match=r"save_pretrained: unet is quantised, with LoRA on top; take.*pipeline/"):
+        module.latent_diffusion.save_pretrained(tmp_path / "other")
+
+
+def test_dora_is_merged_as_diffusers_does(folder: Path, tmp_path: Path) -> None:
+    saving = small.Saving(tmp_path / "run")
+    small.fit(on_base(folder, Lora(rank=2, alpha=3, use_dora=True)), small.data(), 3, saving)
+    assert saving.last_saved is not None
+    pipeline = saving.last_saved / "pipeline"
+    from sd_lightning.models.lora import LoraFile
+    from sd_lightning.storage.streamed_tensor import tensors_in
+
+    theirs = LatentDiffusion.from_pretrained(pipeline).denoiser.state_dict()  # diffusers and peft merge
+    unet = tensors_in(pipeline / "unet/diffusion_pytorch_model.safetensors")
+    ours = LoraFile.read(pipeline / WEIGHTS_NAME).merged({"unet": unet})["unet"]
+    assert ours
+    for key, tensor in ours.items():
+        assert torch.allclose(tensor.read().float(), theirs[key], atol=2e-3)
+        assert not torch.allclose(unet[key].read().float(), theirs[key], atol=1e-6)
+
+
+def test_a_run_is_resumed_on_the_same_base_only(folder: Path, tmp_path: Path) -> None:
+    run, lora = tmp_path / "run", Lora(base="nf4", rank=2)
+    whole = small.Saving(run, (2,))
+    small.fit(on_base(folder, lora), small.data(), 4, whole)
+    checkpoint = run / "checkpoints/step-00000002"
+    other = small.Saving(tmp_path / "other", resume=checkpoint)
+    with pytest.raises(UsageError, match=r"lora.base=int8, but the checkpoint's run used lora.base=nf4"):
+        small.fit(on_base(folder, Lora(base="int8", rank=2)), small.data(), 4, other)
+    rest = small.Saving(tmp_path / "rest", resume=checkpoint)
+    small.fit(on_base(folder, lora), small.data(), 4, rest)
+    assert rest.last_saved is not None and whole.last_saved is not None
+    small.assert_bitwise_equal(rest.last_saved, whole.last_saved)
+
+
+BAD: list[tuple[str, Callable[[LatentDiffusion], Any]]] = [
+    ("weights of .* are quantised already", lambda model: SDLightningModule(quantize_(model), lora=Lora(base="nf4"))),
+    ("weights of .* are quantised already", lambda model: SDLightningModule(quantize_(model))),
+    ("base=fp4; expected int8, nf4", lambda model: Lora(base="fp4")),  # type: ignore[arg-type]
+    (
+        "conv1 is quantised, and DoRA",
+        lambda model: SDLightningModule(model, lora=Lora(base="int8", use_dora=True, target_modules=["conv1"])),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "build"), BAD, ids=["twice", "full", "name", "dora on a convolution"])
+def test_what_cannot_be_is_refused(message: str, build: Callable[[LatentDiffusion], Any]) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(few_blocks(seed=1))
+
+
+def test_an_int8_folder_is_no_base(tmp_path: Path) -> None:
+    quantize_(LatentDiffusion.build("tiny", seed=1)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="in int8, which cannot be trained, nor quantised again.*base=int8"):
+        check_pretrained("tiny", str(tmp_path))
+    shutil.rmtree(tmp_path)

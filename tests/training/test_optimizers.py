@@ -1,0 +1,78 @@
+"""Optimizers of optional packages: resuming is exact, and schedule-free shows its average where weights are used."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import small_training as small
+from sd_lightning import SDLightningModule, UsageError
+from sd_lightning.models.lora import Lora
+from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.training.optimizers import prodigy, schedule_free_adamw
+
+OPTIMIZERS: dict[str, Any] = {
+    "prodigy": prodigy,
+    "schedule_free": partial(schedule_free_adamw, lr=2e-3),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    if name != "adafactor":
+        pytest.importorskip({"prodigy": "prodigyopt", "schedule_free": "schedulefree"}[name])
+    options = {"optimizer": OPTIMIZERS[name]}
+    whole = small.train(tmp_path / "whole", 4, save=(2,), **options)
+    rest = small.train(tmp_path / "rest", 4, resume=tmp_path / "whole/checkpoints/step-00000002", **options)
+    small.assert_bitwise_equal(rest, whole)
+    first = small.stored(tmp_path / "whole/checkpoints/step-00000002")
+    last = small.stored(whole)
+    assert any(not torch.equal(first[key], last[key]) for key in first if key.startswith("master/"))
+
+
+class Weights(small.Callback):
+    """The first trained weight after each step, where callbacks save and draw."""
+
+    def __init__(self) -> None:
+        self.after: list[torch.Tensor] = []
+        self.modes: list[tuple[str, bool]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: SDLightningModule, *_: Any) -> None:
+        self.after.append(next(p for p in pl_module.parameters() if p.requires_grad).detach().clone())
+        self.modes.append(("saved", trainer.optimizers[0].param_groups[0]["train_mode"]))
+
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+        self.modes.append(("stepped", trainer.optimizers[0].param_groups[0]["train_mode"]))
+
+
+def test_schedule_free_is_at_its_average_between_steps() -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    seen, module = Weights(), small.module(lora=Lora(rank=2), train_text_encoder=False, optimizer=OPTIMIZERS["schedule_free"])
+    trainer = small.fit(module, small.data(), 3, seen, val_check_interval=2, limit_val_batches=1)
+    optimizer: Any = trainer.optimizers[0]
+    assert isinstance(optimizer, schedulefree.AdamWScheduleFree)
+    assert {mode for mode in seen.modes if mode[0] == "saved"} == {("saved", False)}
+    assert {mode for mode in seen.modes if mode[0] == "stepped"} == {("stepped", True)}
+    weight = next(p for p in module.parameters() if p.requires_grad)
+    assert torch.equal(weight, seen.after[-1])
+    optimizer.train()
+    assert not torch.equal(weight, seen.after[-1]), "gradients are taken elsewhere"
+
+
+def test_they_need_whole_weights() -> None:
+    pytest.importorskip("prodigyopt")
+    module = small.module(optimizer=prodigy)
+    with pytest.raises(UsageError, match="GeminiStrategy got Prodigy.*strategy=ddp"):
+        small.fit(module, small.data(), 1, strategy=GeminiStrategy())
+
+
+@pytest.mark.parametrize(("name", "build"), [("prodigy", prodigy), ("schedule_free", schedule_free_adamw)])
+def test_a_missing_package_is_named_with_its_extra(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("prodigyopt", "schedulefree"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"optimizer={name}: package .* install it with.*\[optimizers\]"):
+        build([torch.nn.Parameter(torch.zeros(2))])

@@ -76,7 +76,9 @@ def test_gradients_are_those_of_the_dequantised_weights_which_are_not_kept(base:
         out = block(*inputs)
     ours = torch.autograd.grad(out, inputs)
     sizes = {tuple(layer.weight.shape) for layer in Block().children()}
-    assert not any(tuple(each.shape) in sizes or tuple(each.t().shape if each.dim() == 2 else ()) in sizes for each in kept)
+    assert not any(
+        tuple(each.shape) in sizes or tuple(each.t().shape if each.dim() == 2 else ()) in sizes for each in kept
+    )
     weights = {name: layer.dequantized(torch.float32) for name, layer in block.named_children()}
     x, image = inputs
     y = F.linear(F.linear(x, weights["wide"], block.wide.bias), weights["odd"], block.odd.bias)
@@ -143,14 +145,19 @@ def test_the_base_is_read_a_few_rows_at_a_time(base: Any, folder: Path, monkeypa
         assert sizes[f"{plain}.weight"] <= max(whole // layer.weight_scale.shape[0], 4096) < 2 * whole + 4096
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert trained and all(map(is_adapter, trained))
-    assert not any("weight_scale" in key or layers.get(key.removesuffix(".weight").partition(".")[2]) for key in module.state_dict())
+    assert not any(
+        "weight_scale" in key or layers.get(key.removesuffix(".weight").partition(".")[2])
+        for key in module.state_dict()
+    )
 
 
 @pytest.mark.parametrize("family", ["tiny", *TINY_TRANSFORMERS])
 @pytest.mark.parametrize("base", BASES)
 def test_every_family_learns_on_it(family: str, base: Any) -> None:
     module = SDLightningModule(
-        LatentDiffusion.build(family, seed=1), lora=Lora(base=base, rank=2, use_dora=base == "int8"), optimizer=small.adamw
+        LatentDiffusion.build(family, seed=1),
+        lora=Lora(base=base, rank=2, use_dora=base == "int8"),
+        optimizer=small.adamw,
     )
     kinds = {type(layer) for _, layer in int8_layers(module.denoiser)}
     assert (NF4Linear in kinds) == (base == "nf4") and kinds & {Int8Conv2d, Int8Linear}
@@ -180,7 +187,9 @@ def test_pipelines_have_the_original_weights(lora: Lora, kept: bool, folder: Pat
     pipeline = saving.last_saved / "pipeline"
     file = "unet/diffusion_pytorch_model.safetensors"
     before, after = load_file(folder / file), load_file(pipeline / file)
-    assert {key: (v.shape, v.dtype) for key, v in before.items()} == {key: (v.shape, v.dtype) for key, v in after.items()}
+    assert {key: (v.shape, v.dtype) for key, v in before.items()} == {
+        key: (v.shape, v.dtype) for key, v in after.items()
+    }
     assert all(torch.equal(before[key], after[key]) for key in before) == kept
     assert (pipeline / WEIGHTS_NAME).exists() == kept
     assert not (tmp_path / "run/frozen-weights").exists(), "nothing is copied that the pipeline's files hold"

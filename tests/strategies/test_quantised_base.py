@@ -30,7 +30,12 @@ FIRST = [
     *(("tiny_klein", "zero3", "nf4_dora_merged"), ("tiny_klein", "zero1", "nf4"), ("tiny_klein", "gemini", "int8")),
     *(("unet", "zero2", "nf4"), ("tiny_klein", "fsdp_offload", "int8")),
 ]
-BF16 = [("unet", "gemini", "nf4"), ("tiny_klein", "fsdp", "int8"), ("tiny_klein", "zero3", "nf4"), ("unet", "ddp", "nf4")]
+BF16 = [
+    ("unet", "gemini", "nf4"),
+    ("tiny_klein", "fsdp", "int8"),
+    ("tiny_klein", "zero3", "nf4"),
+    ("unet", "ddp", "nf4"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,10 @@ class Weights(small.Callback):
 
 def test_schedule_free_is_at_its_average_between_steps() -> None:
     schedulefree = pytest.importorskip("schedulefree")
-    seen, module = Weights(), small.module(lora=Lora(rank=2), train_text_encoder=False, optimizer=OPTIMIZERS["schedule_free"])
+    seen, module = (
+        Weights(),
+        small.module(lora=Lora(rank=2), train_text_encoder=False, optimizer=OPTIMIZERS["schedule_free"]),
+    )
     trainer = small.fit(module, small.data(), 3, seen, val_check_interval=2, limit_val_batches=1)
     optimizer: Any = trainer.optimizers[0]
     assert isinstance(optimizer, schedulefree.AdamWScheduleFree)

@@ -151,8 +151,11 @@ class Lora:
         targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
         if self.use_dora:  # peft reads a convolution's weight as it is
-            wrong += [f"{k} is quantised, and DoRA's has to be linear then" for k, m in targets.items()
-                      if isinstance(m, Int8Conv2d)]
+            wrong += [
+                f"{k} is quantised, and DoRA's has to be linear then"
+                for k, m in targets.items()
+                if isinstance(m, Int8Conv2d)
+            ]
         if wrong or not targets:
             setting = self._setting(name)
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]

@@ -45,16 +45,14 @@ def front_end_tensors(
     """
     groups: dict[str, _Parts] = {}
     adapted = {(each.network, each.layer): each for each in file.layers(networks)}
+    if any(each.magnitude is not None for each in adapted.values()):
+        raise UsageError(f"{file.path}: {front_end} gets plain LoRA only, and these are DoRA's; write format=diffusers")
     for network, layer in adapted:
         named = family.lora_names.of(layer, front_end) if network == family.denoiser else (layer, [layer])
         if named is None:
             raise UsageError(
                 f"{file.path}: {front_end} has no name for the adapter of {network}.{layer}; train without it "
                 "(lora.target_modules), or write format=diffusers"
-            )
-        if adapted[network, layer].magnitude is not None:
-            raise UsageError(
-                f"{file.path}: the adapters are DoRA's, which are not written for {front_end}; write format=diffusers"
             )
         key = f"{_prefix(network, family)}_{named[0]}".replace(".", "_")
         weights = networks[network]

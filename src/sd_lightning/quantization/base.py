@@ -90,7 +90,7 @@ def quantize_base_(
         deferred.fill_parameters(network, names)
         deferred.fill_buffers(network)
     for name, layer in chosen.items():
-        weight: Tensor = layer.weight  # type: ignore[assignment]
+        weight: Tensor = layer.weight
         is_nf4 = base == "nf4" and type(layer) is nn.Linear and id(layer) in in_blocks and weight.numel() % _BLOCK == 0
         if weight.is_meta and deferred is None:
             quantized, scale = _empty(weight, is_nf4=is_nf4)

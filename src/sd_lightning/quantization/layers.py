@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
 
 from sd_lightning._errors import UsageError
 
@@ -173,7 +174,7 @@ class _FrozenProduct(torch.autograd.Function):
             how = layer.stride, layer.padding, layer.dilation, layer.groups
             if ctx.needs_input_grad[1]:
                 grad_bias = grad.sum((0, 2, 3))
-            return torch.nn.grad.conv2d_input(ctx.shape, weight, grad, *how), grad_bias, None
+            return conv2d_input(ctx.shape, weight, grad, *how), grad_bias, None
         if ctx.needs_input_grad[1]:
             grad_bias = grad.flatten(0, -2).sum(0)
         return grad @ weight, grad_bias, None

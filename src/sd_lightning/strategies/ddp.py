@@ -106,7 +106,9 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         self._parameters = list(model.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         # Buffers outside of the state dict are constants, a quantised network's weights among them.
-        ignored = [f"{path}.{name}" for path, part in model.named_modules() for name in part._non_persistent_buffers_set]
+        ignored = [
+            f"{path}.{name}" for path, part in model.named_modules() for name in part._non_persistent_buffers_set
+        ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         # Lightning does it on a side stream, and torch then warns that gradients are accumulated on another one.
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)

@@ -177,7 +177,7 @@ def refuse_whole_optimizer(optimizer: Optimizer, who: str) -> None:
     """Refuse an optimizer that steps whole weights only, where ranks have parts of them.
 
     Raises:
-        UsageError: It is Prodigy, which measures all weights together, or schedule-free, which moves them between steps.
+        UsageError: It is Prodigy, which measures all weights together, or schedule-free, which moves all.
     """
     if type(optimizer).__module__.partition(".")[0] in ("prodigyopt", "schedulefree"):
         raise UsageError(

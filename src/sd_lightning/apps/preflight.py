@@ -294,7 +294,11 @@ def check_optimizer(spec: RunSpec) -> None:
         return  # others may need other parameter shapes
     import torch
 
+    from sd_lightning.strategies.sharding import ShardingStrategy, refuse_whole_optimizer
+
     optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+    if isinstance(spec.strategy, ShardingStrategy):
+        refuse_whole_optimizer(optimizer, type(spec.strategy).__name__)
     if spec["trainer.accelerator"] == "cpu" or not torch.cuda.is_available():
         _check_step(spec, optimizer)
     if target_of(schedule).__module__.startswith(("torch.optim.", "sd_lightning.")):

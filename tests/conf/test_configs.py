@@ -41,6 +41,8 @@ PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
 FILES = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
 OPTIONS = [file for file in FILES if not file.startswith("devices/")]  # tables, read by the planner: no Hydra group
 NEEDS = {
+    "optimizer/prodigy": "prodigyopt",
+    "optimizer/schedule_free": "schedulefree",
     "data/huggingface": "datasets",
     "data/parquet": "pyarrow",
     "logger/wandb": "wandb",
@@ -167,7 +169,12 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
 
 def values_for(option: str, tmp_path: Path) -> list[str]:
     """Give the values that an option has no default for."""
-    from_store = ("experiment/ladder_latents", "experiment/ladder_compile", "experiment/consumer_gpu")
+    from_store = (
+        "experiment/ladder_latents",
+        "experiment/ladder_compile",
+        "experiment/consumer_gpu",
+        "experiment/qlora",
+    )
     if option in ("data/images", "experiment/sd21_finetune") or (
         option.startswith("experiment/ladder_") and option not in from_store
     ):

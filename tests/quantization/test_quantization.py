@@ -320,7 +320,7 @@ def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, 
     assert adapters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)
     inference_bytes(model, height=32, width=32)
     with pytest.raises(
-        UsageError, match="save_pretrained: unet in int8 with LoRA on top; save the model with LoRA first"
+        UsageError, match="save_pretrained: unet is quantised, with LoRA on top; take the folder pipeline"
     ):
         model.save_pretrained(tmp_path / "never")
     assert not (tmp_path / "never").exists()
@@ -569,7 +569,9 @@ def test_int8_weights_are_neither_trained_nor_exported_as_others(
     model: LatentDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantize_(model).save_pretrained(tmp_path / "int8")
-    with pytest.raises(UsageError, match="its weights are in int8, which cannot be trained; give the pipeline"):
+    with pytest.raises(
+        UsageError, match="its weights are in int8, which cannot be trained, nor quantised again; give the pipeline"
+    ):
         load_model(architecture="tiny", pretrained=str(tmp_path / "int8"))
     monkeypatch.chdir(tmp_path)
     for arguments, code in ((["format=single_file"], 2), (["dtype=float16"], 2), ([], 0)):

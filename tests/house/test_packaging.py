@@ -19,7 +19,19 @@ import yaml
 from places import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-EXTRAS = ("deepspeed", "ray", "wandb", "datasets", "boto3", "gcsfs", "ipykernel", "nbclient", "nbformat")
+EXTRAS = (
+    "deepspeed",
+    "ray",
+    "wandb",
+    "datasets",
+    "boto3",
+    "gcsfs",
+    "prodigyopt",
+    "schedulefree",
+    "ipykernel",
+    "nbclient",
+    "nbformat",
+)
 
 
 def canonical(name: str) -> str:

@@ -199,7 +199,7 @@ def test_two_processes_go_on_bit_for_bit_and_share_a_file_that_both_need(
     assert losses(folder) == losses(straight)[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_two_processes_under_fsdp_fetch_a_half_each(
     s3: S3Server, straight: Path, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from PIL import Image
@@ -26,8 +26,12 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.offloading import Offload
 from sd_lightning.models.pipeline_folder import find_folder, read_json
+from sd_lightning.planner.calibration import hardware_here
+from sd_lightning.planner.drawing import drawing_forecast
 from sd_lightning.planner.passes import inference_bytes
+from sd_lightning.planner.roofline import Speeds
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
@@ -67,6 +71,7 @@ class GenerationRequest(SamplingOptions):
     output_dir: str = "generated"
     columns: int | None = None
     quantization: Int8 | None = None
+    offload: Offload | None = None
     save_to: str | None = None
     lora: str | None = None
     image: str | None = None
@@ -84,6 +89,11 @@ class GenerationRequest(SamplingOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        if self.offload not in (None, *get_args(Offload)):
+            raise UsageError(
+                f"generate got offload={self.offload}; expected blocks (weights in host memory, copied to the device "
+                "a block at a time) or null; write offload=blocks"
+            )
         if self.save_to is not None and self.quantization is None:
             raise UsageError(
                 f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "
@@ -129,9 +139,14 @@ def run(cfg: DictConfig) -> int:
         return 0
     output_dir.mkdir(parents=True, exist_ok=True)
     given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
-    images = generate(model, prompts, seeds=seeds, device=device, **given)
-    if request.quantization is not None:
-        print_memory(model, request, len(prompts), device)
+    if request.offload is not None:
+        drawn = replace(options, batch_size=min(options.batch_size, len(prompts)))
+        print(drawing_forecast(model, drawn, speeds=_speeds(device), offload=request.offload))
+    images = generate(model, prompts, seeds=seeds, device=device, offload=request.offload, **given)
+    if request.quantization is not None and request.offload is None:
+        print_memory(model, request, len(prompts))
+    if device.type == "cuda" and (request.quantization or request.offload):
+        print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))}")
     settings = {
         "model": far_runs.name_of(request.source),
         "negative_prompt": request.negative_prompt,
@@ -256,7 +271,15 @@ def find_lora(path: str) -> Path:
     return file
 
 
-def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
+def _speeds(device: torch.device) -> Speeds | None:
+    """Return the speeds of this machine that are measured, or known from a table."""
+    try:
+        return hardware_here()[1] if (device.type == "cuda") == torch.cuda.is_available() else None
+    except UsageError:
+        return None
+
+
+def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int) -> None:
     """Print the memory that the model takes in int8, and would take in half and full precision."""
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
     batch_size = min(options.batch_size, num_pictures)
@@ -268,8 +291,6 @@ def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures:
     print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
     count = f"{batch_size} picture{'s' if batch_size > 1 else ''} of {width}x{height} at a time"
     print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")
-    if device.type == "cuda":
-        print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))} in int8")
 
 
 def _gb(size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -204,6 +205,56 @@ def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Tra
         return record(encode)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """What a model does to draw a batch of images, on the meta device."""
+
+    networks: Mapping[str, nn.Module]
+    """Its structure; without LoRA."""
+    traces: Mapping[str, Trace]
+    """Of the text encoders, of a call of the denoiser, and of decoding: "encode", "denoise", "decode"."""
+    held: int
+    """Bytes of latents and encoded captions."""
+
+
+def drawing_passes(
+    model: LatentDiffusion,
+    *,
+    height: int,
+    width: int,
+    batch_size: int,
+    rows: int,
+    dtype: torch.dtype | None = None,
+    vae_tiling: bool = False,
+) -> Drawing:
+    """Trace text encoders, denoiser and VAE decoder, each once; the arguments are those of :func:`inference_bytes`.
+
+    Args:
+        rows: Captions that are encoded together, and samples in a call of the denoiser.
+    """
+    family, twins = model.family, {name: _twin(model, name, dtype) for name in model.networks}
+    denoiser, vae = twins[family.denoiser], twins["vae"]
+    # Inputs stay alive as in a pipeline.
+    batch = meta_batch(model, rows, height=height, width=width)
+    latents = batch["latents"].to(next(denoiser.parameters()).dtype)
+    decoded = model.latent_space.decodable(latents[:batch_size]).to(next(vae.parameters()).dtype)
+
+    def encode() -> None:
+        model.condition(twins, batch)
+
+    def denoise() -> None:
+        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
+
+    def decode() -> None:
+        family.decode(vae, decoded)
+
+    calls, blocks = {"encode": encode, "denoise": denoise, "decode": decode}, blocks_of(twins)
+    with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
+        conditioning = model.condition(twins, batch)
+        held = sum(tensor.nbytes for tensor in (latents, *flat_conditioning(conditioning).values()))
+        return Drawing(twins, {name: record(call, blocks=blocks) for name, call in calls.items()}, held)
+
+
 def inference_bytes(
     model: LatentDiffusion,
     *,
@@ -230,27 +281,12 @@ def inference_bytes(
     Returns:
         Bytes of the weights, and bytes of the peak including the weights.
     """
-    family, twins = model.family, {name: _twin(model, name, dtype) for name in model.networks}
-    counted = model.networks if dtype is None else twins  # only the live networks have LoRA weights
+    size: dict[str, Any] = {"height": height, "width": width, "batch_size": batch_size}
+    # Guidance: with the caption and without.
+    drawing = drawing_passes(model, **size, rows=2 * batch_size, dtype=dtype, vae_tiling=vae_tiling)
+    counted = model.networks if dtype is None else drawing.networks  # only the live networks have LoRA weights
     weights = sum(map(weight_bytes, counted.values()))
-    denoiser, vae = twins[family.denoiser], twins["vae"]
-    # Guidance: with the caption and without. Inputs stay alive as in a pipeline.
-    batch = meta_batch(model, 2 * batch_size, height=height, width=width)
-    latents = batch["latents"].to(next(denoiser.parameters()).dtype)
-    decoded = model.latent_space.decodable(latents[:batch_size]).to(next(vae.parameters()).dtype)
-
-    def encode() -> None:
-        model.condition(twins, batch)
-
-    def denoise() -> None:
-        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
-
-    def decode() -> None:
-        family.decode(vae, decoded)
-
-    with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
-        conditioning = model.condition(twins, batch)
-        return weights, weights + max(record(call).peak() for call in (encode, denoise, decode))
+    return weights, weights + max(trace.peak() for trace in drawing.traces.values())
 
 
 def weight_bytes(network: nn.Module) -> int:

@@ -73,6 +73,8 @@ class Family(ABC):
     """Guidance of drawing, where none is chosen."""
     no_guidance: float = 1.0
     """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
+    guides_in_turn: bool = False
+    """Whether the pipeline calls the denoiser twice a step for guidance, not once with twice the samples."""
     example_scheduler: str = "DDIMScheduler"
     """A scheduler that the pipeline can sample with, for messages."""
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")

@@ -49,6 +49,7 @@ class Flux1(TransformerFamily):
     """
 
     pipeline_class = "FluxPipeline"
+    guides_in_turn = True
     parts = {
         "transformer": Part("diffusers", ("FluxTransformer2DModel",)),
         "vae": VAE,

@@ -46,6 +46,7 @@ class Flux2Klein(ChatFamily):
     """
 
     pipeline_class = "Flux2KleinPipeline"
+    guides_in_turn = True
     parts = {
         "transformer": Part("diffusers", ("Flux2Transformer2DModel",)),
         "vae": Part("diffusers", ("AutoencoderKLFlux2",)),

@@ -16,7 +16,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _basic_subpr
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import num_started_processes
+from sd_lightning._launchers import is_first_process, num_started_processes
 from sd_lightning.strategies.processes.group import TIMEOUT, WATCH, ending_together, joining
 from sd_lightning.strategies.processes.watchdog import EXIT_CODE
 
@@ -43,33 +43,40 @@ def ranks(size: int, device: torch.device) -> Iterator[None]:
     others: list[subprocess.Popen[bytes]] = []
     try:
         if num_started_processes() == 1:
-            _start(others, size)
+            server = _start(others, size)  # noqa: F841  which ends when nothing refers to it
         elif _STARTED_BY in os.environ:
             _arrive()
         elif "RANK" not in os.environ:
             _read_slurm(size)
         _set_num_threads_if_needed(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
         on_gpu = {"device_id": device} if device.type == "cuda" else {}
+        if on_gpu:
+            torch.cuda.set_device(device)
         with joining(int(os.environ["RANK"]), size, TIMEOUT, remedy="start it again"):
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **on_gpu)
         with ending_together(lambda: others):
             try:
                 yield
-            except (KeyboardInterrupt, UsageError):
+            except (KeyboardInterrupt, UsageError) as error:
                 if others:  # they need not say why they end
                     WATCH.stop()
-                raise
+                if is_first_process():
+                    raise
+                WATCH.report(error)  # rank 0 says it
+                raise SystemExit(EXIT_CODE) from None
     finally:
         for process in others:
             process.kill()
 
 
-def _start(others: list[subprocess.Popen[bytes]], size: int) -> None:
+def _start(others: list[subprocess.Popen[bytes]], size: int) -> dist.Store:
     """Start ranks 1, 2, … on this machine, fill ``others`` with their processes, and wait until all have arrived.
 
     Ctrl-C does not reach them, as they have sessions of their own: rank 0 ends them.
+
+    Returns:
+        The store in which they tell it; `init_process_group` shares its server.
     """
-    # Several stores of a process share one server: this one is there before `init_process_group` makes its own.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     size_of = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     os.environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "RANK": "0", "LOCAL_RANK": "0"} | size_of
@@ -87,6 +94,7 @@ def _start(others: list[subprocess.Popen[bytes]], size: int) -> None:
                 )
         time.sleep(0.05)
     _launch_process_observer(others)  # until the watchdog takes over
+    return store
 
 
 def _arrive() -> None:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tensor_parallel_ranks.py RESULTS.json FOLDER SIDE ROUNDS
 
 `RESULTS.json` gets an entry per rank: bytes of its weights, of its peak beyond what was in use before, and of the
-largest layer. Of rank 0 also errors, and the seconds of calls of the denoiser, in turns with one device's, which runs on
-as many threads as there are processes.
+largest layer. Of rank 0 also errors, and the seconds of calls of the denoiser, in turns with one device's, which runs
+on as many threads as there are processes.
 """
 
 import json

@@ -191,6 +191,19 @@ def test_a_mistake_that_shows_when_weights_are_read_is_one_line(
     assert not ranks_in(tmp_path) and not (tmp_path / "generated").exists()
 
 
+@pytest.mark.gpu
+def test_two_gpus_draw_what_one_draws(start: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for size in (1, 2):
+        given = [f"model.pretrained={folders['float']}", "quantization=int8", "quantization.dtype=float32", *QUICK]
+        process = start(*PROGRAM, *given, f"tensor_parallel={size}", f"output_dir=by-{size}")
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        assert "measured peak on the GPU" in out
+    assert np.abs(picture(tmp_path / "by-1") - picture(tmp_path / "by-2")).max() <= 1
+
+
 OF_INT8: dict[str, str] = {
     "tensor_parallel=0": "got tensor_parallel=0; expected at least 1, or auto; write tensor_parallel=2",
     "tensor_parallel=-1": "got tensor_parallel=-1; expected at least 1, or auto; write tensor_parallel=2",

@@ -49,11 +49,11 @@ def ranks(size: int, device: torch.device) -> Iterator[None]:
         elif "RANK" not in os.environ:
             _read_slurm(size)
         _set_num_threads_if_needed(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-        on_gpu = {"device_id": device} if device.type == "cuda" else {}
-        if on_gpu:
-            torch.cuda.set_device(device)
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        if device_id is not None:
+            torch.cuda.set_device(device_id)
         with joining(int(os.environ["RANK"]), size, TIMEOUT, remedy="start it again"):
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, **on_gpu)
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
         with ending_together(lambda: others):
             try:
                 yield
@@ -81,8 +81,8 @@ def _start(others: list[subprocess.Popen[bytes]], size: int) -> dist.Store:
     size_of = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     os.environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "RANK": "0", "LOCAL_RANK": "0"} | size_of
     _set_num_threads_if_needed(size)  # also of the processes that inherit the environment
-    for rank in map(str, range(1, size)):
-        own = {"RANK": rank, "LOCAL_RANK": rank, _STARTED_BY: str(os.getpid())}
+    for number in map(str, range(1, size)):
+        own = {"RANK": number, "LOCAL_RANK": number, _STARTED_BY: str(os.getpid())}
         others.append(subprocess.Popen(_basic_subprocess_cmd(), env=os.environ | own, start_new_session=True))
     missing = dict(enumerate(others, start=1))
     while missing := {rank: process for rank, process in missing.items() if not store.check([_arrival(rank)])}:

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
@@ -20,6 +22,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Architecture
 from sd_lightning.models.families.base import SIZES
 from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.lora import METADATA
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.quantization.int8 import int8_config
 from sd_lightning.quantization.tensor_parallel import Plan, TensorParallel
@@ -40,6 +43,24 @@ def write_model(architecture: str | Architecture, folder: Path) -> LatentDiffusi
                     each.normal_(0, 0.3, generator=generator)
     model.save_pretrained(folder)
     return model
+
+
+def write_lora(folder: Path, file: Path) -> None:
+    """Write adapters of the denoiser of a pipeline, in diffusers' format, whose alpha is not their rank."""
+    from peft import LoraConfig
+
+    model = LatentDiffusion.from_pretrained(folder)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(model.family.lora_targets))
+    model.denoiser.add_adapter(config)  # type: ignore[operator]
+    generator, prefix = torch.Generator().manual_seed(6), model.family.denoiser
+    tensors = {
+        f"{prefix}.{key.replace('.default', '')}": torch.randn(each.shape, generator=generator) / 4
+        for key, each in model.denoiser.state_dict().items()
+        if ".lora_" in key
+    }
+    settings = {f"{prefix}.{key}": value for key, value in (("r", 3), ("lora_alpha", 5))}
+    settings[f"{prefix}.target_modules"] = list(model.family.lora_targets)
+    save_file(tensors, file, metadata={"format": "pt", METADATA: json.dumps(settings)})
 
 
 def outputs(model: LatentDiffusion) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from sd_lightning.models.families import FAMILIES, Architecture, architecture
 from sd_lightning.quantization import Int8, dequantize_, quantize_
 from sd_lightning.quantization.tensor_parallel import Division, TensorParallel, check_division, layer_styles
 from small_models import SMALL_SD2, SMALL_SDXL, TINY_TRANSFORMERS
-from tensor_parallel_jobs import write_lora, write_model
+from tensor_parallel_jobs import write_lora, write_model, write_random
 
 
 def _divisible(name: str) -> Architecture:
@@ -37,7 +37,7 @@ BY_FOUR = ("tiny", "tiny_sd3", "tiny_flux", "tiny_klein", "tiny_z_image", "tiny_
 """The models with four heads."""
 ROUNDING = 5e-6
 """Of float32, relative: the products are the same, added in another order."""
-SHARES = {"unet": 0.8, "transformer": 0.62, "text_encoder": 0.66, "text_encoder_2": 0.66, "text_encoder_3": 0.6}
+SHARES = {"unet": 0.92, "transformer": 0.62, "text_encoder": 0.66, "text_encoder_2": 0.66, "text_encoder_3": 0.6}
 """Most that one of two processes holds of a network: its convolutions, norms and small layers are replicated."""
 
 
@@ -85,18 +85,17 @@ def test_options_of_int8_and_adapters_work_divided(folder: Path, tmp_path: Path)
         "float": {"folder": str(folder / "tiny_sd3"), "config": {"layers": ["embedding"]}},
         "excluded": {"folder": str(folder / "tiny_flux"), "config": {"exclude": ["proj_out", "to_q", "add_k_proj"]}},
         "bfloat16": {"folder": str(folder / "tiny_z_image"), "config": {"dtype": "bfloat16"}},
-        "activations": {"folder": str(folder / "tiny_klein"), "config": llm_int8},
+        "activations": {"folder": str(folder / "tiny_klein"), "config": llm_int8, "exact": True},
         "lora": {"folder": str(folder / "tiny"), "lora": str(tmp_path / "tiny.safetensors")},
         "lora of klein": {"folder": str(folder / "tiny_klein"), "lora": str(tmp_path / "klein.safetensors")},
     }
     found = ranks.run_jobs_of_all("tensor_parallel_jobs", jobs, folder, world_size=2)
+    # A step of int8 changes where merging rounds a weight otherwise: tests/models/test_lora.py compares the merge.
+    bounds = {"bfloat16": 3e-2, "activations": 1e-1, "lora": 1e-3, "lora of klein": 1e-3}
     for name in jobs:
-        # A step of int8 changes where merging rounds a weight otherwise: tests/models/test_lora.py compares the merge.
-        check(
-            found,
-            name,
-            {"bfloat16": 3e-2, "activations": 3e-2, "lora": 1e-3, "lora of klein": 1e-3}.get(name, ROUNDING),
-        )
+        check(found, name, bounds.get(name, ROUNDING))
+    for ours, theirs in found[0]["activations"]["exact"].values():
+        assert ours < 1.1 * theirs, "scales of a part of a row round no worse than those of a whole one"
 
 
 def test_a_weight_that_is_not_finite_is_named_by_every_process(folder: Path, tmp_path: Path) -> None:
@@ -108,6 +107,36 @@ def test_a_weight_that_is_not_finite_is_named_by_every_process(folder: Path, tmp
     for rank in ranks.run_jobs_of_all("tensor_parallel_jobs", jobs, tmp_path, world_size=2):
         assert "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2.weight holds NaN" in rank["inf"]["message"]
         assert rank["inf"]["deferred"] == ["text_encoder", "unet", "vae"], "nothing has changed"
+
+
+def _cut(name: str, network: str, **config: Any) -> Architecture:
+    """Return a real architecture with fewer layers, and the text encoder of the tiny one."""
+    known, tiny = architecture(name), architecture("tiny_klein")
+    cut = replace(known.networks[network], config={**known.networks[network].config, **config})
+    return replace(known, networks={**known.networks, network: cut, "text_encoder": tiny.networks["text_encoder"]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("known", "world_size"),
+    [("sd21", 2), (_cut("klein_4b", "transformer", num_layers=1, num_single_layers=3), 4)],
+    ids=["sd21", "klein"],
+)
+def test_no_process_has_much_more_than_its_part(known: str | Architecture, world_size: int, tmp_path: Path) -> None:
+    """From float16 files and from int8 files, of which each process reads what it keeps."""
+    write_random(known, tmp_path / "float16")
+    config = Int8(dtype="float16")
+    quantize_(LatentDiffusion.from_pretrained(tmp_path / "float16", deferred=["all"]), config).save_pretrained(
+        tmp_path / "int8"
+    )
+    jobs = {
+        kind: {"folder": str(tmp_path / kind), "measure": True, "config": {"dtype": "float16"}}
+        for kind in ("int8", "float16")
+    }
+    found = ranks.run_jobs_of_all("tensor_parallel_jobs", jobs, tmp_path, world_size=world_size)
+    for rank in found:
+        for kind, each in rank.items():
+            assert each["peak"] <= 1.1 * each["own"] + each["layer"], (kind, each)
 
 
 @pytest.mark.full("platform")

@@ -4,15 +4,18 @@
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
@@ -20,9 +23,11 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Architecture
 from sd_lightning.models.families.base import SIZES
 from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.lora import METADATA
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.quantization.int8 import int8_config
 from sd_lightning.quantization.tensor_parallel import Plan, TensorParallel
+from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 
 CAPTIONS = ["a handwritten three", "a drawing of a eight, in blue"]
 
@@ -40,6 +45,24 @@ def write_model(architecture: str | Architecture, folder: Path) -> LatentDiffusi
                     each.normal_(0, 0.3, generator=generator)
     model.save_pretrained(folder)
     return model
+
+
+def write_lora(folder: Path, file: Path) -> None:
+    """Write adapters of the denoiser of a pipeline, in diffusers' format, whose alpha is not their rank."""
+    from peft import LoraConfig
+
+    model = LatentDiffusion.from_pretrained(folder)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(model.family.lora_targets))
+    model.denoiser.add_adapter(config)  # type: ignore[operator]
+    generator, prefix = torch.Generator().manual_seed(6), model.family.denoiser
+    tensors = {
+        f"{prefix}.{key.replace('.default', '')}": torch.randn(each.shape, generator=generator) / 4
+        for key, each in model.denoiser.state_dict().items()
+        if ".lora_" in key
+    }
+    settings = {f"{prefix}.{key}": value for key, value in (("r", 3), ("lora_alpha", 5))}
+    settings[f"{prefix}.target_modules"] = list(model.family.lora_targets)
+    save_file(tensors, file, metadata={"format": "pt", METADATA: json.dumps(settings)})
 
 
 def outputs(model: LatentDiffusion) -> dict[str, Tensor]:
@@ -88,6 +111,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         config = stored
     if "without" in job:
         return _mutated(job, deferred, config, parallel)
+    if job.get("measure"):
+        return _measured(deferred, config, parallel)
     try:
         ours = quantize_(deferred, config, tensor_parallel=parallel)
     except UsageError as found:
@@ -97,13 +122,43 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = quantize_(LatentDiffusion.from_pretrained(job["folder"], lora=job.get("lora")), config)
     on_meta = quantize_(LatentDiffusion.describe(job["folder"]), config, tensor_parallel=parallel)
     mine, reference = outputs(ours), outputs(whole)
+    exact = outputs(LatentDiffusion.from_pretrained(job["folder"])) if job.get("exact") else {}
     return {
+        "exact": {key: [error(mine[key], each), error(reference[key], each)] for key, each in exact.items()},
         "errors": {key: error(mine[key], reference[key]) for key in reference},
         "digest": digest(mine),
         "bytes": {name: tensor_bytes(network) for name, network in ours.networks.items()},
         "predicted": {name: tensor_bytes(network) for name, network in on_meta.networks.items()},
         "whole": {name: tensor_bytes(network) for name, network in whole.networks.items()},
     }
+
+
+def _measured(model: LatentDiffusion, config: Int8, parallel: TensorParallel) -> dict[str, Any]:
+    """Return what this process needed while it read its part, and what the part and the largest weight take."""
+    from loading_driver import begin_peak, status
+
+    layer = max(each.numel() for network in model.networks.values() for each in network.parameters())
+    dist.barrier()
+    base = begin_peak()
+    quantize_(model, config, tensor_parallel=parallel)
+    peak = status("VmHWM") - base
+    return {"peak": peak, "own": sum(tensor_bytes(each) for each in model.networks.values()), "layer": layer}
+
+
+def write_random(architecture: str | Architecture, folder: Path) -> None:
+    """Write a pipeline with random weights in float16, of which a slice is in memory at a time."""
+    from int8_driver import _random as values
+
+    model = LatentDiffusion.build(architecture, device="meta")
+    model.save_pretrained(folder, skip=list(model.networks))
+    for name, network in model.networks.items():
+        component, state = model.components[name], network.state_dict()
+        keys = component.file_keys(state)
+        tensors = {
+            keys[key]: StreamedTensor(torch.float16, tuple(each.shape), partial(values, each.numel()))
+            for key, each in state.items()
+        }
+        write_streamed(folder / name / component.weights_file, tensors)
 
 
 def _mutated(job: Mapping[str, Any], model: LatentDiffusion, config: Int8, parallel: TensorParallel) -> dict[str, Any]:

@@ -185,23 +185,23 @@ def _expanded(target: str, layers: Iterable[str]) -> list[str]:
 
 @contextmanager
 def on_host(network: nn.Module) -> Iterator[None]:
-    """Replace meta weights by host tensors without storage: peft puts adapters on the device of the weights."""
-    deferred: dict[nn.Parameter, nn.Parameter] = {}
-    modules = list(network.modules())
-    for module in modules:
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                empty = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-                stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                deferred[stand_in] = parameter
-                module._parameters[key] = stand_in
+    """Replace meta tensors by host tensors without storage: peft puts adapters on the device of the weights."""
+    deferred: dict[Tensor, Tensor] = {}
+    tensors: list[dict[str, Any]] = [each for m in network.modules() for each in (m._parameters, m._buffers)]
+    for each in tensors:
+        for key, tensor in each.items():
+            if tensor is not None and tensor.is_meta:
+                empty = torch.empty((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                each[key] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                deferred[each[key]] = tensor
     try:
         yield
     finally:
-        for module in modules:
-            for key, parameter in module._parameters.items():
-                if parameter in deferred:
-                    module._parameters[key] = deferred[parameter]
+        for each in tensors:
+            for key, tensor in each.items():
+                if tensor in deferred:
+                    each[key] = deferred[tensor]
 
 
 def is_adapter(key: str) -> bool:
@@ -248,7 +248,12 @@ def layer_adapters(network: nn.Module) -> dict[str, list[Adapter]] | None:
         layer: Any = module
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
             names = list(layer.lora_A)
-            if layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()) or not names:
+            if (
+                layer.lora_variant
+                or getattr(layer, "fan_in_fan_out", False)
+                or any(layer.lora_bias.values())
+                or not names
+            ):
                 return None
             found[f"{name}.weight"] = [
                 Adapter(layer.lora_A[n].weight.detach(), layer.lora_B[n].weight.detach(), layer.scaling[n])

@@ -330,14 +330,16 @@ def _check_stored(network: nn.Module, config: Int8) -> None:
 def _check_divisible(model: QuantizableModel | nn.Module, size: int) -> None:
     if isinstance(model, nn.Module):
         raise UsageError(
-            f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family knows "
-            "what can be divided; write LatentDiffusion.from_pretrained(<folder>, deferred=['all'])"
+            f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family "
+            "knows what can be divided; write LatentDiffusion.from_pretrained(<folder>, deferred=['all'])"
         )
-    adapted = [name for name, network in model.networks.items() if any("lora_" in n for n, _ in network.named_modules())]
+    adapted = [
+        name for name, network in model.networks.items() if any("lora_" in n for n, _ in network.named_modules())
+    ]
     if adapted:
         raise UsageError(
-            f"quantize_ got tensor_parallel for {', '.join(adapted)} with LoRA on top; expected weights alone; save the "
-            "model, which merges its adapters, or give their file to from_pretrained as lora="
+            f"quantize_ got tensor_parallel for {', '.join(adapted)} with LoRA on top; expected weights alone; save "
+            "the model, which merges its adapters, or give their file to from_pretrained as lora="
         )
     check_division(model, size)
 
@@ -358,8 +360,8 @@ def _check_finite(
             if weight.numel() and (name in deferred or not weight.is_meta):
                 has_values = True
                 rows = _row_reader(weight, deferred.get(name), f"{key}.weight")
-                own = parallel and Part.of(weight.shape, 0, parallel.ranges(weight.shape[0], (1,)))
-                check_finite_rows(weight.shape, rows, _full(name, f"{key}.weight"), own)
+                own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
+                check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, f"{key}.weight"))
     except UsageError as found:
         error = found
     if parallel is not None and parallel.size > 1 and has_values:

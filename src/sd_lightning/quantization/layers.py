@@ -186,13 +186,13 @@ def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
     return ((name, module) for name, module in network.named_modules() if isinstance(module, Int8Layer))
 
 
-def check_finite_rows(shape: torch.Size, rows: Rows, who: str, part: Part | None = None) -> None:
-    """Check a weight, or the rows of a part of it, which :func:`quantize_rows` takes as it is.
+def check_finite_rows(part: Part, shape: torch.Size, rows: Rows, who: str) -> None:
+    """Check the rows of a part of a weight, which :func:`quantize_rows` takes as they are.
 
     Raises:
         UsageError: A value is not finite.
     """
-    for _, block in (part or Part.of(shape, 0, [(0, shape[0])])).blocks(rows, shape[1:].numel()):
+    for _, block in part.blocks(rows, shape[1:].numel()):
         extremes = torch.stack(block.float().aminmax())  # aminmax propagates NaN
         if not torch.isfinite(extremes).all():
             raise UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")

@@ -162,7 +162,7 @@ class Division:
 
     def apply_(self, network: nn.Module) -> None:
         """Let the layers, which have their parts already, compute together with those of the other processes."""
-        if self.parallel is None:
+        if self.parallel is None or not self.styles:
             return
         for name, style in self.styles.items():
             layer: Any = network.get_submodule(name)
@@ -208,13 +208,13 @@ class _RowwiseLinear(_Divided):
     """Added once, to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.parallel.all_reduce(super().forward(x))  # type: ignore[misc]
+        out = self.parallel.all_reduce(super().forward(x))
         return out if self.summed_bias is None else out.add_(self.summed_bias)
 
 
 class _GatheredLinear(_Divided):
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.all_gather(super().forward(x))  # type: ignore[misc]
+        return self.parallel.all_gather(super().forward(x))
 
 
 class _VocabularyEmbedding(_Divided):
@@ -225,7 +225,7 @@ class _VocabularyEmbedding(_Divided):
         """Return the embeddings; indices of other processes give zeros here."""
         local = indices - self.first_index
         absent = (local < 0) | (local >= len(self.weight))
-        values = super().forward(local.masked_fill(absent, 0))  # type: ignore[misc]
+        values = super().forward(local.masked_fill(absent, 0))
         return self.parallel.all_reduce(values.masked_fill(absent[..., None], 0))
 
 
@@ -237,7 +237,7 @@ _FORWARDS: dict[str, type[nn.Module]] = {
 
 
 @functools.cache
-def _divided_class(cls: type[nn.Module], style: str) -> type[nn.Module]:
+def _divided_class(cls: Any, style: str) -> type[nn.Module]:
     return type(f"{cls.__name__}_{style}", (_FORWARDS[style], cls), {}) if style in _FORWARDS else cls
 
 
@@ -265,10 +265,11 @@ def _groups(network: nn.Module, plan: Plan) -> dict[str, dict[str, Style]]:
 def _head_counts(network: nn.Module, members: Mapping[str, Style]) -> set[int]:
     counts: set[int] = set()
     for name, style in members.items():
-        module, layer = network.get_submodule(name.rpartition(".")[0]), network.get_submodule(name)
+        module: Any = network.get_submodule(name.rpartition(".")[0])
+        layer: Any = network.get_submodule(name)
         counts |= {n for each in _HEADS if isinstance(n := getattr(module, each, None), int)}
         if style == Style("colwise") and isinstance(width := getattr(module, "head_dim", None), int):
-            counts.add(layer.weight.shape[_dim(layer, style)] // width)  # type: ignore[union-attr, index]
+            counts.add(layer.weight.shape[_dim(layer, style)] // width)
     return counts
 
 

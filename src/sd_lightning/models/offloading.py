@@ -30,16 +30,18 @@ class _Unit:
     """
 
     def __init__(self, memory: Memory, tensors: Sequence[Tensor]) -> None:
-        self._places: list[tuple[Tensor, int]] = []
-        self.nbytes = 0
-        for tensor in tensors:
-            self._places.append((tensor, self.nbytes))
-            self.nbytes += aligned(tensor.nbytes)
         self._memory = memory
+        self.nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         self._host = memory.allocate(Tier.SLOW, Kind.WEIGHTS, self.nbytes, torch.uint8)
-        for tensor, begin in self._places:
-            view = _view(self._host.tensor, begin, tensor)
-            tensor.data = view.copy_(tensor.detach())
+        self._places: list[tuple[Tensor, Tensor, int]] = []
+        """Tensors, what they are on the host, and where they begin."""
+        begin = 0
+        for tensor in tensors:
+            strides = torch.empty_like(tensor, device="meta").stride()  # its own, if it is dense
+            view = self._host.tensor[begin : begin + tensor.nbytes].view(tensor.dtype)
+            tensor.data = view.as_strided(tensor.shape, strides).copy_(tensor.detach())
+            self._places.append((tensor, tensor.data, begin))
+            begin += aligned(tensor.nbytes)
 
     def copy_to(self, buffer: TierBuffer) -> Arrival:
         """Begin to copy the values to the device, after the work submitted so far."""
@@ -48,21 +50,18 @@ class _Unit:
         return arrival
 
     def point_to(self, buffer: TierBuffer | None) -> None:
-        """Let the tensors be those in a buffer, or the copy on the host."""
-        flat = self._host.tensor if buffer is None else buffer.tensor
-        for tensor, begin in self._places:
-            tensor.data = _view(flat, begin, tensor)
+        """Let the tensors be those in a buffer, or those on the host."""
+        for tensor, on_host, begin in self._places:
+            if buffer is None:
+                tensor.data = on_host
+            else:
+                flat = buffer.tensor[begin : begin + on_host.nbytes].view(on_host.dtype)
+                tensor.data = flat.as_strided(on_host.shape, on_host.stride())
 
 
 def aligned(nbytes: int) -> int:
     """Return the bytes that a tensor takes in a unit."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _view(flat: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    """Return bytes of a flat buffer with the shape, dtype and, if it is dense, strides of a tensor."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return flat[begin : begin + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 class _OffloadedNetwork:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -95,11 +95,6 @@ class GenerationRequest(SamplingOptions):
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
         check_size(self.tensor_parallel, device=self.device, save_to=self.save_to)
-        if self.offload not in (None, *get_args(Offload)):
-            raise UsageError(
-                f"generate got offload={self.offload}; expected blocks (weights in host memory, copied to the device "
-                "a block at a time) or null; write offload=blocks"
-            )
         if self.save_to is not None and self.quantization is None:
             raise UsageError(
                 f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "

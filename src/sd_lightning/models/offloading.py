@@ -30,16 +30,18 @@ class _Unit:
     """
 
     def __init__(self, memory: Memory, tensors: Sequence[Tensor]) -> None:
-        self._places: list[tuple[Tensor, int]] = []
-        self.nbytes = 0
-        for tensor in tensors:
-            self._places.append((tensor, self.nbytes))
-            self.nbytes += aligned(tensor.nbytes)
         self._memory = memory
+        self.nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         self._host = memory.allocate(Tier.SLOW, Kind.WEIGHTS, self.nbytes, torch.uint8)
-        for tensor, begin in self._places:
-            view = _view(self._host.tensor, begin, tensor)
-            tensor.data = view.copy_(tensor.detach())
+        self._places: list[tuple[Tensor, Tensor, int]] = []
+        """Tensors, what they are on the host, and where they begin."""
+        begin = 0
+        for tensor in tensors:
+            strides = torch.empty_like(tensor, device="meta").stride()  # its own, if it is dense
+            view = self._host.tensor[begin : begin + tensor.nbytes].view(tensor.dtype)
+            tensor.data = view.as_strided(tensor.shape, strides).copy_(tensor.detach())
+            self._places.append((tensor, tensor.data, begin))
+            begin += aligned(tensor.nbytes)
 
     def copy_to(self, buffer: TierBuffer) -> Arrival:
         """Begin to copy the values to the device, after the work submitted so far."""
@@ -48,21 +50,18 @@ class _Unit:
         return arrival
 
     def point_to(self, buffer: TierBuffer | None) -> None:
-        """Let the tensors be those in a buffer, or the copy on the host."""
-        flat = self._host.tensor if buffer is None else buffer.tensor
-        for tensor, begin in self._places:
-            tensor.data = _view(flat, begin, tensor)
+        """Let the tensors be those in a buffer, or those on the host."""
+        for tensor, on_host, begin in self._places:
+            if buffer is None:
+                tensor.data = on_host
+            else:
+                flat = buffer.tensor[begin : begin + on_host.nbytes].view(on_host.dtype)
+                tensor.data = flat.as_strided(on_host.shape, on_host.stride())
 
 
 def aligned(nbytes: int) -> int:
     """Return the bytes that a tensor takes in a unit."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _view(flat: Tensor, begin: int, tensor: Tensor) -> Tensor:
-    """Return bytes of a flat buffer with the shape, dtype and, if it is dense, strides of a tensor."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return flat[begin : begin + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 class _OffloadedNetwork:
@@ -91,9 +90,8 @@ class _OffloadedNetwork:
         """Bring what is outside of blocks to the device, and take the memory for two blocks there."""
         rest = self._memory.allocate(Tier.FAST, Kind.WEIGHTS, self._rest.nbytes, torch.uint8)
         arrival = self._rest.copy_to(rest)
-        self._spare = [
-            self._memory.allocate(Tier.FAST, Kind.GATHERED, self._largest, torch.uint8) for _ in list(self.units)[:2]
-        ]
+        pair = (self._largest,) * min(len(self.units), 2)
+        self._spare = [self._memory.allocate(Tier.FAST, Kind.GATHERED, size, torch.uint8) for size in pair]
         self._buffers = [rest, *self._spare]
         self._rest.point_to(rest)
         arrival.join()
@@ -161,7 +159,7 @@ class OffloadedBytes:
     @classmethod
     def of(cls, model: LatentDiffusion, name: str) -> OffloadedBytes:
         """Count them, also on the meta device."""
-        blocks = offloaded_blocks(model)[name]
+        blocks = offloaded_blocks(model, name)
         groups = _grouped(model.networks[name], list(blocks.values()))[1]
         sizes = {block: sum(aligned(tensor.nbytes) for tensor in tensors) for block, tensors in groups.items()}
         return cls({key: sizes[block] for key, block in blocks.items()}, sizes[None])
@@ -172,18 +170,14 @@ class OffloadedBytes:
         return self.rest + max(self.blocks.values(), default=0) * min(len(self.blocks), 2)
 
 
-def offloaded_blocks(model: LatentDiffusion) -> Mapping[str, dict[str, nn.Module]]:
-    """Return the blocks that are offloaded, by network, in the order in which they are expected.
+def offloaded_blocks(model: LatentDiffusion, name: str) -> dict[str, nn.Module]:
+    """Return the blocks of a network that are offloaded, by name, in the order in which they are expected.
 
-    The denoiser's and the text encoders'; others are small, and a VAE that decodes in tiles runs often.
+    Those of the denoiser and the text encoders: others are small, and a VAE that decodes in tiles runs often.
     """
-    streamed = (model.family.denoiser, *model.text_encoders)
-    return {
-        name: dict(sorted(repeated_blocks(network).items(), key=lambda each: execution_position(each[0])))
-        if name in streamed
-        else {}
-        for name, network in model.networks.items()
-    }
+    is_large = name in (model.family.denoiser, *model.text_encoders)
+    blocks = repeated_blocks(model.networks[name]) if is_large else {}
+    return dict(sorted(blocks.items(), key=lambda each: execution_position(each[0])))
 
 
 @contextmanager
@@ -204,16 +198,16 @@ def offloading(model: LatentDiffusion, device: torch.device) -> Iterator[Memory]
     Raises:
         UsageError: The host's memory is too small, or may not be locked.
     """
-    memory, blocks = Memory(device), offloaded_blocks(model)
+    memory = Memory(device)
     try:
         networks = [
-            _OffloadedNetwork(memory, model.networks[name], list(each.values())) for name, each in blocks.items()
+            _OffloadedNetwork(memory, network, list(offloaded_blocks(model, name).values()))
+            for name, network in model.networks.items()
         ]
     except UsageError as error:
         raise UsageError(
-            "generate got offload=blocks, and the host's memory cannot hold the model's weights, or not page-locked; "
-            "free host memory, raise the system's limit (ulimit -l; docker run --ulimit memlock=-1), take "
-            "quantization=int8, or leave offload out"
+            "generate got offload=blocks, and the host cannot hold the model's weights page-locked; free host memory, "
+            "raise the limit (ulimit -l; docker run --ulimit memlock=-1), or take quantization=int8 or a larger GPU"
         ) from error
     active: list[_OffloadedNetwork] = []
 
@@ -229,11 +223,8 @@ def offloading(model: LatentDiffusion, device: torch.device) -> Iterator[Memory]
         if module in network.units:
             network.use(network.units[module])
 
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _, network=network: use(network, module))
-        for network in networks
-        for module in network.hooked
-    ]
+    hooked = ((network, module) for network in networks for module in network.hooked)
+    hooks = [module.register_forward_pre_hook(lambda m, _, n=network: use(n, m)) for network, module in hooked]
     try:
         yield memory
     finally:

@@ -34,15 +34,12 @@ class DrawingForecast:
     """Seconds of the batch: captions, steps and decoding."""
 
     def __str__(self) -> str:
-        time = f"{_gb(self.copied)} of them cross to it in each step"
+        weights, peak, copied = (f"{size / 1e9:.3g} GB" for size in (self.weights, self.peak, self.copied))
+        time = f"{copied} of them cross to it in each step"
         if self.step is not None:
             time = f"predicted {self.step:.2g} s a step (weights cross to it: {self.copying:.2g} s)"
         where = "in host memory" if self.copied else "on the device"
-        return f"weights {_gb(self.weights)} {where}, computed peak on the device {_gb(self.peak)}, {time}"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+        return f"weights {weights} {where}, computed peak on the device {peak}, {time}"
 
 
 def drawing_forecast(
@@ -102,7 +99,7 @@ def _seconds(trace: Trace, blocks: Mapping[str, int], speeds: Speeds) -> float:
     """
     seconds = speeds.seconds(trace, 0)
     pairs = groupby(zip((each.block for each in trace.operations), seconds), key=lambda pair: pair[0])
-    runs = [(blocks.get(block, 0) / speeds.to_device, sum(own for _, own in group)) for block, group in pairs]
+    runs = [(blocks.get(block, 0) / speeds.to_device, float(sum(own for _, own in group))) for block, group in pairs]
     copies = [copy for copy, _ in runs if copy]
     if not copies or not speeds.overlaps:
         return float(seconds.sum()) + sum(copies)

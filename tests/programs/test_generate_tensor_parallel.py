@@ -112,6 +112,15 @@ def test_two_ranks_draw_what_one_device_draws_and_one_of_them_tells(
     assert not ranks_in(tmp_path)
 
 
+def test_auto_on_a_cpu_is_one_process_also_of_an_int8_folder(
+    cli: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("started a process"))
+    for name, more in (("plain", []), ("auto", ["tensor_parallel=auto"])):
+        assert cli(f"model.pretrained={folders['int8']}", f"output_dir={name}", *QUICK, *more)[0] == 0
+    assert (picture(tmp_path / "plain") == picture(tmp_path / "auto")).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_processes_of_a_launcher_are_used(
@@ -146,7 +155,7 @@ def test_a_rank_that_dies_ends_the_others_with_one_line(
     reason = rf"error: rank {victim} died \(process \d+.*\); rank {1 - victim} ends the run, start it again"
     assert re.fullmatch(reason, lines[0])
     wait_for(lambda: not ranks_in(tmp_path), 10)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.png"))
 
 
 @pytest.mark.slow
@@ -172,7 +181,7 @@ def test_ctrl_c_leaves_nothing_behind(start: Any, folders: dict[str, Path], tmp_
     os.killpg(process.pid, signal.SIGINT)
     err = process.communicate(timeout=60)[1]
     assert (process.returncode, err) == (130, "interrupted\n")
-    assert not ranks_in(tmp_path) and not list(tmp_path.iterdir())
+    assert not ranks_in(tmp_path) and not list(tmp_path.rglob("*.png"))
 
 
 @pytest.mark.slow

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process, local_rank
+from sd_lightning.apps.pictures import write_pictures
 from sd_lightning.apps.tensor_parallel import Size, check_size, joined_ranks, num_ranks
 from sd_lightning.models.families import Family, family_of
 from sd_lightning.models.generation import SamplingOptions, generate
@@ -39,15 +34,9 @@ from sd_lightning.quantization.int8 import int8_config
 from sd_lightning.quantization.tensor_parallel import TensorParallel
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
-from sd_lightning.storage.untrusted import parse_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-_KEY = "sd_lightning"
-"""Text chunk of a PNG with the settings of its generation."""
-_GRID = "a grid of pictures"
-"""Mark of grids in their metadata."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +138,7 @@ def run(cfg: DictConfig) -> int:
             return 0
         if request.offload is not None and is_first_process():
             print(drawing_forecast(model, drawn, speeds=_speeds(device), offload=request.offload))
+        output_dir.mkdir(parents=True, exist_ok=True)
         given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
         images = generate(model, prompts, seeds=seeds, device=device, offload=request.offload, **given)
         if is_first_process():
@@ -160,26 +150,12 @@ def run(cfg: DictConfig) -> int:
             if device.type == "cuda" and (config or request.offload):
                 print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))}")
             scheduler = type(model.sampling_scheduler(request.scheduler)).__name__
-            print(_write(images, prompts, seeds, _settings(request, options, scheduler), output_dir, request.columns))
+            print(
+                write_pictures(
+                    images, prompts, seeds, _settings(request, options, scheduler), output_dir, request.columns
+                )
+            )
     return 0
-
-
-def _write(
-    images: Sequence[Image.Image],
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    settings: Mapping[str, Any],
-    folder: Path,
-    columns: int | None,
-) -> str:
-    """Write pictures and their grid; return what is written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        each = {"prompt": prompt, "seed": seed, **settings}
-        write_png(image, picture_path(folder, each), each)
-    grid = _write_grid(images, prompts, folder, columns)
-    count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
-    return f"{count} in {folder}/, all in {grid}"
 
 
 def _checked(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions, dict[str, Any]]:
@@ -243,7 +219,7 @@ def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
     return given | pictures
 
 
-def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: str) -> dict[str, Any]:
+def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: Any) -> dict[str, Any]:
     """Return the settings that a picture depends on; of the less common ones those that are given.
 
     Other batches and other numbers of devices change its rounding, and are left out.
@@ -253,7 +229,7 @@ def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: s
         "negative_prompt": request.negative_prompt,
         "num_inference_steps": options.num_inference_steps,
         "guidance_scale": options.guidance_scale,
-        "scheduler": scheduler,
+        "scheduler": type(scheduler).__name__,
     }
     given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling", "image", "mask", "strength")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
@@ -386,31 +362,6 @@ def read_prompts(prompts: Any) -> list[str]:
     return captions
 
 
-def file_name(prompt: str, seed: int) -> str:
-    """Return a file name such as "a-handwritten-three-seed-0.png"."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
-    return f"{slug}-seed-{seed}.png"
-
-
-def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """Return a picture's path: :func:`file_name`, plus a hash if a picture with other settings has that name."""
-    path, text = folder / file_name(settings["prompt"], settings["seed"]), json.dumps(settings)
-    if not path.exists() or mark_of(path) == text:
-        return path
-    return path.with_stem(f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-
-
-def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
-    """Write a grid of all pictures; replace the last grid but no other picture."""
-    from sd_lightning.report import image_grid
-
-    names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
-    path = next(path for name in names if not (path := folder / name).exists() or mark_of(path) == _GRID)
-    grid = image_grid(list(images), columns, captions=list(prompts))
-    write_marked(grid, path, _GRID)
-    return path
-
-
 def _device(request: GenerationRequest) -> torch.device:
     """Return the device to compute on; of several ranks each has its own."""
     name = request.device
@@ -425,34 +376,3 @@ def _device(request: GenerationRequest) -> torch.device:
             "where there is such a GPU; write device=cpu or auto"
         ) from error
     return device
-
-
-def write_png(image: Image.Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """Write a PNG with text chunks: all settings as JSON in "sd_lightning", and "prompt" and "seed" separately."""
-    write_marked(image, path, json.dumps(settings), prompt=settings["prompt"], seed=settings["seed"])
-
-
-def write_marked(image: Image.Image, path: Path, text: str, **more: Any) -> None:
-    """Write a PNG with a text chunk "sd_lightning", and one for each keyword argument."""
-    info = PngInfo()
-    for key, value in {_KEY: text, **more}.items():
-        info.add_text(key, str(value))
-    image.save(path, pnginfo=info)
-
-
-def mark_of(path: Path) -> str | None:
-    """Return the text chunk "sd_lightning" of a picture; None if it has none or cannot be read."""
-    try:
-        with Image.open(path) as image:
-            return image.info.get(_KEY)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return None
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """Return the settings in a picture's metadata; an empty dict if it has none or cannot be read."""
-    try:
-        settings = parse_json(mark_of(path) or "null")
-    except ValueError:
-        return {}
-    return settings if isinstance(settings, dict) else {}

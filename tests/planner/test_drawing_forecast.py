@@ -16,8 +16,9 @@ from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.offloading import OffloadedBytes
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.drawing import drawing_forecast
-from sd_lightning.planner.passes import inference_bytes
+from sd_lightning.planner.passes import drawing_passes, inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, quantize_
+from sd_lightning.quantization.tensor_parallel import TensorParallel
 from small_models import TINY_TRANSFORMERS
 
 SPEEDS = hardware("rtx-4090")[1]
@@ -105,3 +106,18 @@ def test_models_of_8_to_20_billion_weights_draw_within_4_gb(architecture: str) -
         forecast = drawing_forecast(model, options, speeds=SPEEDS, offload="blocks")
         assert forecast.peak < 4e9 < forecast.weights / 3
         assert forecast.step is not None and forecast.copying is not None and forecast.step > 0.999 * forecast.copying
+
+
+@pytest.mark.parametrize("architecture", ["tiny", "tiny_flux"])
+def test_one_rank_of_a_divided_model_is_counted(architecture: str) -> None:
+    given: dict[str, Any] = {"height": 32, "width": 32}
+    whole = quantize_(LatentDiffusion.build(architecture, device="meta"))
+    part = quantize_(LatentDiffusion.build(architecture, device="meta"), tensor_parallel=TensorParallel(1, 2))
+    networks = drawing_passes(part, **given, batch_size=1, rows=2).networks
+    for name, network in part.networks.items():
+        shapes, of_twin = ({t: each.shape for t, each in n.state_dict().items()} for n in (network, networks[name]))
+        assert shapes == of_twin
+    weights, peak = inference_bytes(part, **given)
+    of_whole = inference_bytes(whole, **given)
+    assert weights == sum(map(weight_bytes, part.networks.values())) < of_whole[0]
+    assert weights < peak < of_whole[1]

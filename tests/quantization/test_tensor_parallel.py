@@ -37,8 +37,8 @@ BY_FOUR = ("tiny", "tiny_sd3", "tiny_flux", "tiny_klein", "tiny_z_image", "tiny_
 """The models with four heads."""
 ROUNDING = 5e-6
 """Of float32, relative: the products are the same, added in another order."""
-SHARES = {"unet": 0.92, "transformer": 0.62, "text_encoder": 0.66, "text_encoder_2": 0.66, "text_encoder_3": 0.6}
-"""Most that one of two processes holds of a network: its convolutions, norms and small layers are replicated."""
+SHARES = {"unet": 0.92, "transformer": 0.85, "text_encoder": 0.66, "text_encoder_2": 0.66, "text_encoder_3": 0.6}
+"""Most that one of two processes holds of a network: convolutions, norms and the embedding of time are replicated."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def check(found: list[dict[str, Any]], name: str, bound: float = ROUNDING) -> No
     """Check what every rank found for a job."""
     for rank in found:
         each = rank[name]
-        assert max(each["errors"].values()) < bound, (name, each["errors"])
+        assert all(value < bound for value in each["errors"].values()), (name, each["errors"])
         assert each["bytes"] == each["predicted"], name
         assert each["digest"] == found[0][name]["digest"], "all ranks have the same outputs"
 

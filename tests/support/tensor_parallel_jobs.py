@@ -82,7 +82,8 @@ def outputs(model: LatentDiffusion) -> dict[str, Tensor]:
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    """Return the relative error, infinite if it is not a number."""
+    return float(((ours.float() - theirs.float()).norm() / theirs.float().norm()).nan_to_num(float("inf")))
 
 
 def tensor_bytes(network: nn.Module) -> int:

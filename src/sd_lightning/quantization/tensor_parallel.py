@@ -70,10 +70,9 @@ class TensorParallel:
     def ranges(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Return the ranges of a dimension that this process holds: one of every block."""
         unit, offset, found = length // sum(blocks), 0, []
-        for block in blocks:
-            begin, end = (offset + block * unit * each // self.size for each in (self.rank, self.rank + 1))
-            found.append((begin, end))
-            offset += block * unit
+        for width in (block * unit for block in blocks):
+            found.append((offset + width * self.rank // self.size, offset + width * (self.rank + 1) // self.size))
+            offset += width
         return tuple(found)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -172,7 +171,7 @@ class Division:
                 layer.register_parameter("summed_bias", layer.bias)
                 layer.bias = None
             layer.parallel = self.parallel
-            layer.__class__ = _divided_class(type(layer), style.name)
+            layer.__class__ = _divided_class(layer.__class__, style.name)
         for module in {network.get_submodule(name.rpartition(".")[0]) for name in self.styles}:
             for heads in self.heads:
                 if hasattr(module, heads):

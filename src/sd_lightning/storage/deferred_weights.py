@@ -82,10 +82,8 @@ class DeferredWeights:
     def streamed(self, name: str) -> StreamedTensor:
         """Return a weight, by its name in the network, for a writer; call :meth:`close` afterwards."""
         stored = self._store.streamed(self._keys[name])
-        return replace(stored, slices=lambda: self._merged(name, stored)) if self._adapts(name) else stored
-
-    def _adapts(self, name: str) -> bool:
-        return self._keys[name] in self._adapters
+        is_adapted = self._keys[name] in self._adapters
+        return replace(stored, slices=lambda: self._merged(name, stored)) if is_adapted else stored
 
     def _merged(self, name: str, stored: StreamedTensor) -> Iterator[Tensor]:
         for begin in range(0, stored.numel, _SLICE_NUMEL):

@@ -149,12 +149,8 @@ def run(cfg: DictConfig) -> int:
                     print_rank_memory(model, whole, drawn, rank.size)
             if device.type == "cuda" and (config or request.offload):
                 print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))}")
-            scheduler = type(model.sampling_scheduler(request.scheduler)).__name__
-            print(
-                write_pictures(
-                    images, prompts, seeds, _settings(request, options, scheduler), output_dir, request.columns
-                )
-            )
+            settings = _settings(request, options, model.sampling_scheduler(request.scheduler))
+            print(write_pictures(images, prompts, seeds, settings, output_dir, request.columns))
     return 0
 
 

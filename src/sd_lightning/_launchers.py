@@ -20,12 +20,22 @@ def is_first_process() -> bool:
 
 def is_first_on_machine() -> bool:
     """Return whether this process has local rank 0."""
-    return _is_zero("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _is_zero("SLURM_LOCALID")
+    return local_rank() == 0
 
 
 def was_started_with_others() -> bool:
     """Return whether an external launcher started all processes, so that each one raises the same errors."""
     return "SLURM_PROCID" in os.environ or {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def num_started_processes() -> int:
+    """Return how many processes a launcher has started for this program, on all machines; 1 without a launcher."""
+    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of the program on this machine."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
 def check_started_processes(devices: int, num_nodes: int) -> None:

@@ -96,7 +96,9 @@ def test_diffusers_and_we_read_what_was_written(
     pipeline.load_lora_weights(tmp_path)
     assert np.abs(draw(pipeline) - expected).max() < 5e-5, "the scale is part of the weights: rounded otherwise"
     ours = LatentDiffusion.from_pretrained(tmp_path, deferred=["unet"])
-    assert not ours.deferred and not any(is_adapter(key) for key in ours.denoiser.state_dict())
+    assert set(ours.deferred) == {"unet"}
+    ours.read_deferred("cpu")
+    assert not any(is_adapter(key) for key in ours.denoiser.state_dict())
     for name, network in module.trained_networks().items():
         merged, read = merged_state_dict(network), ours.networks[name].state_dict()
         assert merged.keys() == read.keys()
@@ -127,7 +129,8 @@ def test_adapters_are_added_to_another_base(tmp_path: Path) -> None:
     LatentDiffusion.build("tiny", seed=2).save_pretrained(tmp_path / "turbo")
     plain = LatentDiffusion.from_pretrained(tmp_path / "turbo")
     ours = LatentDiffusion.from_pretrained(tmp_path / "turbo", lora=tmp_path / "lora.safetensors", deferred=["unet"])
-    assert not ours.deferred
+    assert set(ours.deferred) == {"unet"}
+    ours.read_deferred("cpu")
     base = LatentDiffusion.build("tiny", seed=1)
     for name, network in module.trained_networks().items():
         merged, before = merged_state_dict(network), base.networks[name].state_dict()

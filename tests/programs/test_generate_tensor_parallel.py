@@ -25,6 +25,7 @@ from sd_lightning.apps.tensor_parallel import num_ranks
 from sd_lightning.planner.passes import weight_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.quantization.tensor_parallel import TensorParallel
+from suites import keep
 
 QUICK = ["prompts=[three]", "num_inference_steps=2", "guidance_scale=3"]
 LONG = ["prompts=[three]", "num_inference_steps=1000", "offload=blocks", "quantization=int8", "tensor_parallel=2"]
@@ -122,7 +123,7 @@ def test_auto_on_a_cpu_is_one_process_also_of_an_int8_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", keep(["torchrun"], ["torchrun", "slurm"], "exits"))
 def test_processes_of_a_launcher_are_used(
     launcher: str, cli: Any, start: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -139,7 +140,7 @@ def test_processes_of_a_launcher_are_used(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", keep([1], [0, 1], "exits"))
 def test_a_rank_that_dies_ends_the_others_with_one_line(
     victim: int, start: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -158,7 +159,7 @@ def test_a_rank_that_dies_ends_the_others_with_one_line(
     assert not list(tmp_path.rglob("*.png"))
 
 
-@pytest.mark.slow
+@pytest.mark.full("exits")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_before_the_others_have_joined_ends_them(
     victim: int, start: Any, folders: dict[str, Path], tmp_path: Path

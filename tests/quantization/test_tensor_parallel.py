@@ -67,6 +67,7 @@ def test_two_processes_compute_what_one_device_computes(folder: Path) -> None:
         assert shares.pop("vae") == 1 and max(shares.values()) < 0.95, (name, shares)
 
 
+@pytest.mark.slow
 def test_four_processes_compute_what_one_device_computes(folder: Path) -> None:
     jobs = {f"{name}{kind}": {"folder": str(folder / f"{name}{kind}")} for name in BY_FOUR for kind in ("", "-int8")}
     found = ranks.run_jobs_of_all("tensor_parallel_jobs", jobs, folder, world_size=4)
@@ -117,8 +118,15 @@ def _cut(name: str, network: str, **config: Any) -> Architecture:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("known", "world_size"),
-    [("sd21", 2), (_cut("klein_4b", "transformer", num_layers=1, num_single_layers=3), 4)],
-    ids=["sd21", "klein"],
+    [
+        pytest.param("sd21", 2, id="sd21"),
+        pytest.param(
+            _cut("klein_4b", "transformer", num_layers=1, num_single_layers=3),
+            4,
+            id="klein",
+            marks=pytest.mark.full("platform"),
+        ),
+    ],
 )
 def test_no_process_has_much_more_than_its_part(known: str | Architecture, world_size: int, tmp_path: Path) -> None:
     """From float16 files and from int8 files, of which each process reads what it keeps."""

@@ -17,7 +17,7 @@ from pretended_accelerator import Race, pretended_accelerator
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.gemini import chunk
 from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.placement import Tier
+from sd_lightning.gemini.placement import Kind, Tier
 from sd_lightning.models import generation, offloading
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.generation import SamplingOptions, generate
@@ -30,7 +30,7 @@ MODELS = ["tiny", "tiny_depth", "tiny_inpainting", SMALL_SDXL, *TINY_TRANSFORMER
 
 def draw(model: LatentDiffusion, *, offload: Any = None, **settings: Any) -> np.ndarray:
     options = SamplingOptions(**{"num_inference_steps": 3, "batch_size": 1, **settings})
-    images = generate(model, PROMPTS, seeds=SEEDS, options=options, offload=offload)
+    images = generate(model, PROMPTS, seeds=SEEDS, options=options, offload=offload, device=torch.device("cpu"))
     return np.stack([np.asarray(image) for image in images])
 
 
@@ -258,6 +258,37 @@ def test_after_a_failure_the_model_is_whole(monkeypatch: pytest.MonkeyPatch, tmp
     assert (draw(model) == expected).all()
     model.save_pretrained(tmp_path)
     assert (draw(LatentDiffusion.from_pretrained(tmp_path), offload="blocks") == expected).all()
+
+
+def test_a_device_without_room_for_blocks_gets_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_(LatentDiffusion.build("tiny", seed=1), Int8())
+    expected, allocate, used = draw(model), Memory.allocate, []
+
+    def full(self: Memory, tier: Tier, kind: Kind, *given: Any) -> Any:
+        if kind is Kind.GATHERED:
+            used.append(self)
+            raise torch.OutOfMemoryError
+        return allocate(self, tier, kind, *given)
+
+    monkeypatch.setattr(Memory, "allocate", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        draw(model, offload="blocks")
+    assert not used[0].ledger.moved[Tier.SLOW, Tier.FAST], "a copy is in flight"
+    assert (draw(model) == expected).all()
+
+
+def test_what_cannot_be_offloaded_is_refused_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LatentDiffusion.build("tiny", seed=1)
+    places = [each.data_ptr() for each in tensors_of(model.denoiser)]
+    with pytest.raises(UsageError, match="offload=layers; expected None or blocks; write offload=blocks"):
+        draw(model, offload="layers")
+    given: dict[str, Any] = {"seeds": SEEDS, "offload": "blocks"}
+    with pytest.raises(UsageError, match="offload=blocks device=mps; expected cuda or cpu"):
+        generate(model, PROMPTS, device=torch.device("mps"), **given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=r"offload=blocks and no device.*device=torch.device\(.cuda.\)"):
+        generate(model, PROMPTS, **given)
+    assert places == [each.data_ptr() for each in tensors_of(model.denoiser)]
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sd_lightning import LatentDiffusion, generate
@@ -34,15 +35,15 @@ def test_pictures_are_the_same_and_what_it_takes_is_said_before(
     assert call_main(generate, "model.pretrained=small", "output_dir=plain", *QUICK)[0] == 0
     speeds = replace(hardware("rtx-4090")[1], to_device=1e6)
     for known, time in (
-        (None, r"[\d.]+ GB of them cross to it in each step"),
+        (None, r"[\d.]+ MB cross to it in each step"),
         (speeds, r"predicted [\d.]+ s a step \(weights cross to it: [\d.]+ s\)"),
     ):
         monkeypatch.setattr(app, "_speeds", lambda _, known=known: known)
         code, out = call_main(generate, "model.pretrained=small", "output_dir=ours", "offload=blocks", *QUICK)
         assert code == 0
         said, last = out.splitlines()
-        gb = r"([\d.e-]+) GB"
-        found = re.fullmatch(rf"weights {gb} in host memory, computed peak on the device {gb}, {time}", said)
+        mb = r"([\d.]+) MB"
+        found = re.fullmatch(rf"weights {mb} in host memory, computed peak on the device {mb}, {time}", said)
         assert found is not None, said
         assert float(found[1]) > 0
         assert last == "3 pictures in ours/, all in ours/grid.png"
@@ -61,3 +62,14 @@ def test_without_int8_it_draws_the_same(call_main: Any, pipeline: Path, tmp_path
 def test_an_unknown_value_is_refused(call_main: Any, pipeline: Path) -> None:
     code, out = call_main(generate, f"model.pretrained={pipeline}", "offload=layers", *QUICK)
     assert code and "offload=layers: expected one of blocks or null; write offload=blocks" in out, out
+
+
+def test_what_has_no_use_or_no_place_is_refused_before_the_model_is_read(call_main: Any, pipeline: Path) -> None:
+    given = (f"model.pretrained={pipeline}", "offload=blocks")
+    code, out = call_main(generate, *given, "quantization=int8", "save_to=small")
+    assert code and "got offload=blocks and no prompts to draw; leave it out" in out, out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "_device", lambda _: torch.device("mps"))
+        patch.setattr(app, "_load", lambda *_: pytest.fail("the model was read"))
+        code, out = call_main(generate, *given, *QUICK)
+    assert code and "offload=blocks device=mps; expected cuda or cpu" in out, out

@@ -98,17 +98,17 @@ def test_two_ranks_draw_what_one_device_draws_and_one_of_them_tells(
                 for name in ("one", "two")]  # fmt: skip
     assert settings[0] == settings[1], "the picture does not depend on the number of ranks, but for rounding"
     weights, peak, each, last = out.splitlines()
-    assert weights.startswith("weights 0.00114 GB in int8") and peak.startswith("computed peak, 1 picture")
+    assert weights.startswith("weights 1.14 MB in int8") and peak.startswith("computed peak, 1 picture")
     found = re.fullmatch(
-        r"on each of 2 devices: weights ([\d.]+) GB, ([\d.]+) GB \((\d+)%\) the same on all; computed peak ([\d.]+) GB",
+        r"on each of 2 devices: weights ([\d.]+) MB, ([\d.]+) MB \((\d+)%\) the same on all; computed peak ([\d.]+) MB",
         each,
     )
     assert found is not None, each
     held, same, share, at_peak = map(float, found.groups())
     structure = quantize_(LatentDiffusion.describe(folders["float"]), tensor_parallel=TensorParallel(0, 2))
-    assert held == pytest.approx(sum(map(weight_bytes, structure.networks.values())) / 1e9, rel=0.01)
-    assert same == pytest.approx(2 * held - 0.00114, rel=0.02) and share == pytest.approx(100 * same / held, abs=1)
-    assert held < 0.00114 < at_peak
+    assert held == pytest.approx(sum(map(weight_bytes, structure.networks.values())) / 1e6, rel=0.01)
+    assert same == pytest.approx(2 * held - 1.14, rel=0.02) and share == pytest.approx(100 * same / held, abs=1)
+    assert held < 1.14 < at_peak
     assert last == "1 picture in two/, all in two/grid.png"
     assert not ranks_in(tmp_path)
 

@@ -23,10 +23,10 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
-from sd_lightning.models.offloading import Offload
+from sd_lightning.models.offloading import Offload, check_offload
 from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.calibration import hardware_here
-from sd_lightning.planner.drawing import drawing_forecast
+from sd_lightning.planner.drawing import drawing_forecast, readable_bytes
 from sd_lightning.planner.passes import inference_bytes, weight_bytes
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.quantization import Int8, quantize_
@@ -89,6 +89,10 @@ class GenerationRequest(SamplingOptions):
                 f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "
                 "as it is with python -m sd_lightning.export"
             )
+        if self.offload is not None and self.save_to is not None and not self.prompts:
+            raise UsageError(
+                f"generate got offload={self.offload} and no prompts to draw; leave it out, or add prompts"
+            )
         of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
         unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
         if self.run is not None and unused:
@@ -110,6 +114,7 @@ def run(cfg: DictConfig) -> int:
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
     device = _device(request)
+    check_offload(request.offload, device)
     if not 0 <= request.seed <= 2**63 - len(prompts):
         raise UsageError(
             f"generate got seed={request.seed}; expected a whole number from 0 to 2**63 - {len(prompts)}, e.g. seed=0"
@@ -148,7 +153,7 @@ def run(cfg: DictConfig) -> int:
                 if rank is not None:
                     print_rank_memory(model, whole, drawn, rank.size)
             if device.type == "cuda" and (config or request.offload):
-                print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))}")
+                print(f"measured peak on the GPU: {readable_bytes(torch.cuda.max_memory_allocated(device))}")
             settings = _settings(request, options, model.sampling_scheduler(request.scheduler))
             print(write_pictures(images, prompts, seeds, settings, output_dir, request.columns))
     return 0
@@ -304,20 +309,20 @@ def _speeds(device: torch.device) -> Speeds | None:
 
 def print_memory(model: LatentDiffusion, options: SamplingOptions) -> None:
     """Print the memory that the model takes in int8 to draw a batch, and would take in half and full precision."""
-    (weights, peak), half, full = (_bytes(model, options, dtype) for dtype in (None, torch.float16, torch.float32))
+    sizes = zip(*(_bytes(model, options, dtype) for dtype in (None, torch.float16, torch.float32)))
+    weights, peak = ("{} in int8, {} in fp16, {} in fp32".format(*map(readable_bytes, each)) for each in sizes)
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
-    print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
     count = f"{options.batch_size} picture{'s' if options.batch_size > 1 else ''} of {width}x{height} at a time"
-    print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")
+    print(f"weights {weights}\ncomputed peak, {count}: {peak}")
 
 
 def print_rank_memory(part: LatentDiffusion, whole: LatentDiffusion, options: SamplingOptions, size: int) -> None:
     """Print the memory that each of several ranks takes, and how much of it all of them take for the same weights."""
     weights, peak = _bytes(part, options)
-    of_all = sum(map(weight_bytes, whole.networks.values()))
-    same = (size * weights - of_all) / (size - 1)
-    share = f"{_gb(same)} ({same / weights:.0%}) the same on all"
-    print(f"on each of {size} devices: weights {_gb(weights)}, {share}; computed peak {_gb(peak)}")
+    same = (size * weights - sum(map(weight_bytes, whole.networks.values()))) / (size - 1)
+    held, shared, most = map(readable_bytes, (weights, same, peak))
+    share = f"{shared} ({same / weights:.0%}) the same on all"
+    print(f"on each of {size} devices: weights {held}, {share}; computed peak {most}")
 
 
 def _bytes(model: LatentDiffusion, options: SamplingOptions, dtype: torch.dtype | None = None) -> tuple[int, int]:
@@ -325,10 +330,6 @@ def _bytes(model: LatentDiffusion, options: SamplingOptions, dtype: torch.dtype 
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
     tiling, count = options.vae_tiling, options.batch_size
     return inference_bytes(model, height=height, width=width, batch_size=count, dtype=dtype, vae_tiling=tiling)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
 
 
 def read_prompts(prompts: Any) -> list[str]:

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Family
 from sd_lightning.models.families.sampling import is_new, said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.offloading import Offload, offloading
+from sd_lightning.models.offloading import Offload, check_offload, offloading
 from sd_lightning.models.tf32 import products_of
 
 if TYPE_CHECKING:
@@ -185,11 +185,12 @@ def generate(
         inputs: Pictures to begin with, and the strength; see :meth:`Family.draw`.
         device: Device to compute on; the denoiser's if not given.
         offload: "blocks" keeps the weights in host memory; see :func:`sd_lightning.models.offloading.offloading`. The
-            images are bitwise the same.
+            images are bitwise the same, but on a CPU for weights that are mapped from float files: these may begin at
+            any byte there, and kernels choose by alignment, so rounding may differ (by 1/255).
 
     Raises:
-        UsageError: The number of seeds differs, the model cannot be sampled with these options, or there is a negative
-            prompt but no guidance.
+        UsageError: The number of seeds differs, the model cannot be sampled with these options, there is a negative
+            prompt but no guidance, or the device cannot offload or is not given beside a GPU.
     """
     from torch.distributed.tensor import DTensor
 
@@ -200,7 +201,11 @@ def generate(
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
     options.check(latent_diffusion)
-    device = device or next(latent_diffusion.denoiser.parameters()).device
+    home = next(latent_diffusion.denoiser.parameters()).device
+    check_offload(offload, device or home)
+    if offload is not None and device is None and home.type == "cpu" and torch.cuda.is_available():
+        raise UsageError(f'generate got offload={offload} and no device; write device=torch.device("cuda"), or "cpu"')
+    device = device or home
     with said_once():
         pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())

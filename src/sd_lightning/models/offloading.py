@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +89,10 @@ class _OffloadedNetwork:
     def enter(self) -> None:
         """Bring what is outside of blocks to the device, and take the memory for two blocks there."""
         rest = self._memory.allocate(Tier.FAST, Kind.WEIGHTS, self._rest.nbytes, torch.uint8)
-        arrival = self._rest.copy_to(rest)
         pair = (self._largest,) * min(len(self.units), 2)
         self._spare = [self._memory.allocate(Tier.FAST, Kind.GATHERED, size, torch.uint8) for size in pair]
         self._buffers = [rest, *self._spare]
+        arrival = self._rest.copy_to(rest)  # now that no allocation can fail
         self._rest.point_to(rest)
         arrival.join()
 
@@ -178,6 +178,18 @@ def offloaded_blocks(model: LatentDiffusion, name: str) -> dict[str, nn.Module]:
     is_large = name in (model.family.denoiser, *model.text_encoders)
     blocks = repeated_blocks(model.networks[name]) if is_large else {}
     return dict(sorted(blocks.items(), key=lambda each: execution_position(each[0])))
+
+
+def check_offload(offload: str | None, device: torch.device) -> None:
+    """Refuse what cannot be done, before anything is read or moved.
+
+    Raises:
+        UsageError: Nothing is known by that name, or that device cannot compute with weights in host memory.
+    """
+    if offload not in (None, *get_args(Offload)):
+        raise UsageError(f"generate got offload={offload}; expected None or blocks; write offload=blocks")
+    if offload is not None and device.type not in ("cpu", "cuda"):
+        raise UsageError(f"generate got offload={offload} device={device}; expected cuda or cpu; or leave offload out")
 
 
 @contextmanager

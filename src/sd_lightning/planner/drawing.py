@@ -29,17 +29,20 @@ class DrawingForecast:
     copying: float | None = None
     """Seconds that these copies take, of which the computation hides some."""
     step: float | None = None
-    """Seconds of a step. As the other times, None if speeds are not known, or with LLM.int8, which is not traced."""
-    images: float | None = None
-    """Seconds of the batch: captions, steps and decoding."""
+    """Seconds of a step. Like those of the copies, None if speeds are not known, or with LLM.int8: it is not traced."""
 
     def __str__(self) -> str:
-        weights, peak, copied = (f"{size / 1e9:.3g} GB" for size in (self.weights, self.peak, self.copied))
-        time = f"{copied} of them cross to it in each step"
+        weights, peak, copied = map(readable_bytes, (self.weights, self.peak, self.copied))
+        time = f"{copied} cross to it in each step"
         if self.step is not None:
             time = f"predicted {self.step:.2g} s a step (weights cross to it: {self.copying:.2g} s)"
         where = "in host memory" if self.copied else "on the device"
         return f"weights {weights} {where}, computed peak on the device {peak}, {time}"
+
+
+def readable_bytes(size: float) -> str:
+    """Return bytes in GB, or less than a tenth of one in MB."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
 def drawing_forecast(
@@ -59,7 +62,7 @@ def drawing_forecast(
     """
     family, config = model.family, cast(Any, model.denoiser).config
     options = options.resolve(family, model.pipeline_options, config)
-    count, steps, scale = options.batch_size, options.num_inference_steps or 0, options.guidance_scale or 0.0
+    count, scale = options.batch_size, options.guidance_scale or 0.0
     is_guided = scale > family.no_guidance and not family.embeds_guidance(config)
     calls, rows = (2, count) if is_guided and family.guides_in_turn else (1, 2 * count if is_guided else count)
     height, width = (size or model.resolution for size in (options.height, options.width))
@@ -79,14 +82,7 @@ def drawing_forecast(
     layers = (layer for _, layer in int8_layers(model.denoiser) if isinstance(layer, Int8Linear))
     if speeds is None or any(layer.kernel == "bitsandbytes" for layer in layers):
         return forecast
-    encoding, step, decoding = (_seconds(trace, blocks, speeds) for trace, _ in users)
-    entering = sum(each.rest for each in stored.values()) / speeds.to_device
-    return replace(
-        forecast,
-        copying=copied / speeds.to_device,
-        step=calls * step,
-        images=calls * (encoding + steps * step) + entering + decoding,
-    )
+    return replace(forecast, copying=copied / speeds.to_device, step=calls * _seconds(denoise, blocks, speeds))
 
 
 def _seconds(trace: Trace, blocks: Mapping[str, int], speeds: Speeds) -> float:

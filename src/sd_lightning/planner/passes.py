@@ -251,7 +251,8 @@ def drawing_passes(
 
     calls, blocks = {"encode": encode, "denoise": denoise, "decode": decode}, blocks_of(twins)
     with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
-        conditioning = model.condition(twins, batch)
+        # As the families cast them for the denoiser: some encoders stay in float32.
+        conditioning = map_conditioning(model.condition(twins, batch), lambda tensor: tensor.to(latents.dtype))
         held = sum(tensor.nbytes for tensor in (latents, *flat_conditioning(conditioning).values()))
         return Drawing(twins, {name: record(call, blocks=blocks) for name, call in calls.items()}, held)
 

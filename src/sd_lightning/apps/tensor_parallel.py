@@ -87,7 +87,7 @@ def _fewest(model: LatentDiffusion, device: torch.device, rank_peak: Callable[[T
     if peak > memory:
         raise UsageError(
             f"tensor_parallel=auto: a computed peak of {peak / 1e9:.3g} GB on each of {size} GPUs, of which "
-            f"{memory / 1e9:.3g} GB can be used; write vae_tiling=true, a smaller batch_size or, if not yet, offload=blocks"
+            f"{memory / 1e9:.3g} GB can be used; write offload=blocks, vae_tiling=true or a smaller batch_size"
         )
     print(f"tensor_parallel={size}: computed peak {peak / 1e9:.3g} GB on each GPU, of {memory / 1e9:.3g} GB")
     return size

@@ -83,11 +83,11 @@ class Lora:
         """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
 
         Raises:
-            UsageError: No layer matches the names, a layer is neither linear nor convolutional, or a network is divided.
+            UsageError: No layer matches, one is neither linear nor convolutional, or a network is divided.
         """
-        check_is_whole(networks, "Lora.apply_")
         from peft import inject_adapter_in_model
 
+        check_is_whole(networks, "Lora.apply_")
         layers = {name: _layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])

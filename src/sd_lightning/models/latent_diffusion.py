@@ -227,8 +227,8 @@ class LatentDiffusion(PipelineParts):
         if names:
             raise UsageError(
                 f"LatentDiffusion.{who}: the weights of {', '.join(names)} are still in files; expected them in "
-                "memory; call quantize_(model), model.read_deferred(device) or trainer.fit first, or leave deferred= out "
-                "of from_pretrained"
+                "memory; call quantize_(model), model.read_deferred(device) or trainer.fit first, or leave out "
+                "deferred= of from_pretrained"
             )
 
 

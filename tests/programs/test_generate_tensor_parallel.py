@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from launched_training import slurm_task
-from sd_lightning import LatentDiffusion, generate
-from sd_lightning.apps.tensor_parallel import num_ranks
+from sd_lightning import LatentDiffusion, UsageError, generate
+from sd_lightning.apps.tensor_parallel import check_size, num_ranks
 from sd_lightning.planner.passes import weight_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.quantization.tensor_parallel import TensorParallel
@@ -113,12 +113,15 @@ def test_two_ranks_draw_what_one_device_draws_and_one_of_them_tells(
     assert not ranks_in(tmp_path)
 
 
+@pytest.mark.parametrize("vae", ["int8", "float"])
 def test_auto_on_a_cpu_is_one_process_also_of_an_int8_folder(
-    cli: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vae: str, cli: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("started a process"))
     for name, more in (("plain", []), ("auto", ["tensor_parallel=auto"])):
-        assert cli(f"model.pretrained={folders['int8']}", f"output_dir={name}", *QUICK, *more)[0] == 0
+        given = [f"model.pretrained={folders['int8']}", f"model.vae={folders['float'] / 'vae'}", *QUICK, *more]
+        code, out = cli(*[each for each in given if vae == "float" or "vae" not in each], f"output_dir={name}")
+        assert code == 0 and (" GB in int8, " in out) and ("weights 0.00114 GB" in out) == (vae == "int8"), out
     assert (picture(tmp_path / "plain") == picture(tmp_path / "auto")).all()
 
 
@@ -264,6 +267,30 @@ def test_more_gpus_than_there_are_is_refused(
     code, err = cli(f"model.pretrained={folders['float']}", "quantization=int8", "tensor_parallel=4", *QUICK)
     assert code == 2
     assert "got tensor_parallel=4, for which this machine needs 4 GPUs; expected at most the 3 that are here" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_GPUS_PER_TASK": "1"}, 1),
+        ({"SLURM_NTASKS_PER_NODE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({}, 8),
+    ],
+    ids=["srun", "own GPUs", "torchrun in SLURM", "unknown"],
+)
+def test_gpus_are_needed_for_the_processes_of_this_machine(
+    given: dict[str, str], needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"SLURM_STEP_NUM_TASKS": "8"} | given).items():
+        monkeypatch.setenv(name, value)
+    for size in (8, "auto"):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: needed)
+        check_size(size, device="cuda", save_to=None)  # type: ignore[arg-type]
+        if needed > 1:
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: needed - 1)
+            with pytest.raises(UsageError, match=f"this machine needs {needed} GPUs"):
+                check_size(size, device="cuda", save_to=None)  # type: ignore[arg-type]
 
 
 def test_auto_is_the_fewest_gpus_with_room(

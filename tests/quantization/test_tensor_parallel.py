@@ -12,6 +12,7 @@ import ranks
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.models.families import FAMILIES, Architecture, architecture
 from sd_lightning.quantization import Int8, dequantize_, quantize_
+from sd_lightning.quantization.int8 import int8_configs
 from sd_lightning.quantization.tensor_parallel import Division, TensorParallel, check_division, layer_styles
 from small_models import SMALL_SD2, SMALL_SDXL, TINY_TRANSFORMERS
 from tensor_parallel_jobs import write_lora, write_model, write_random
@@ -80,7 +81,10 @@ def test_options_of_int8_and_adapters_work_divided(folder: Path, tmp_path: Path)
     llm_int8 = {"linear": "bitsandbytes", "float_inputs": []}
     write_lora(folder / "tiny_klein", tmp_path / "klein.safetensors")
     write_lora(folder / "tiny", tmp_path / "tiny.safetensors")
+    own = {"unet": Int8(layers=["linear"]), "vae": Int8(dtype="float32")}
+    quantize_(LatentDiffusion.from_pretrained(folder / "tiny"), own).save_pretrained(tmp_path / "own")
     jobs: dict[str, dict[str, Any]] = {
+        "own": {"folder": str(tmp_path / "own")},
         "float": {"folder": str(folder / "tiny_sd3"), "config": {"layers": ["embedding"]}},
         "excluded": {"folder": str(folder / "tiny_flux"), "config": {"exclude": ["proj_out", "to_q", "add_k_proj"]}},
         "bfloat16": {"folder": str(folder / "tiny_z_image"), "config": {"dtype": "bfloat16"}},
@@ -223,6 +227,23 @@ def test_what_cannot_be_done_with_a_part_is_refused(tmp_path: Path) -> None:
     whole.denoiser.add_adapter(LoraConfig(target_modules=["to_q"]))  # type: ignore[operator]
     with pytest.raises(UsageError, match="tensor_parallel for unet with LoRA on top; expected weights alone; save"):
         quantize_(whole, tensor_parallel=TensorParallel(0, 2))
+
+
+def test_processes_that_have_not_joined_are_refused_before_anything_changes() -> None:
+    model = LatentDiffusion.build("tiny")
+    with pytest.raises(UsageError, match=r"rank=0, size=2, but no process group; expected .*; call torch.distributed"):
+        quantize_(model, tensor_parallel=TensorParallel(0, 2))
+    assert {each.dtype for each in model.denoiser.parameters()} == {torch.float32}
+
+
+def test_networks_have_their_own_settings_or_stay_as_they_are() -> None:
+    own = {"unet": Int8(layers=["linear"]), "vae": Int8(dtype="float16")}
+    model = quantize_(LatentDiffusion.build("tiny"), own)
+    assert int8_configs(model) == own
+    assert {each.dtype for each in model.networks["text_encoder"].parameters()} == {torch.float32}
+    for wrong in ({"unte": Int8()}, {"unet": "int8"}):
+        with pytest.raises(UsageError, match="expected an Int8, or one for some of .*text_encoder"):
+            quantize_(model, wrong)  # type: ignore[arg-type]
 
 
 def test_one_process_is_one_device() -> None:

@@ -25,10 +25,11 @@ from sd_lightning.models.families.base import SIZES
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.lora import METADATA
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.quantization.int8 import int8_config
+from sd_lightning.quantization.int8 import int8_configs
 from sd_lightning.quantization.tensor_parallel import Plan, TensorParallel
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 
+Config = Int8 | dict[str, Int8]
 CAPTIONS = ["a handwritten three", "a drawing of a eight, in blue"]
 
 
@@ -106,10 +107,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     the plan forgets) and ``raises`` (whether the message of an error is what is found).
     """
     parallel = TensorParallel(dist.get_rank(), dist.get_world_size())
-    config = Int8(**job.get("config", {}))
     deferred = LatentDiffusion.from_pretrained(job["folder"], deferred=["all"], lora=job.get("lora"))
-    if (stored := int8_config(deferred.denoiser)) is not None:
-        config = stored
+    config: Config = int8_configs(deferred) or Int8(**job.get("config", {}))
     if "without" in job:
         return _mutated(job, deferred, config, parallel)
     if job.get("measure"):
@@ -134,7 +133,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measured(model: LatentDiffusion, config: Int8, parallel: TensorParallel) -> dict[str, Any]:
+def _measured(model: LatentDiffusion, config: Config, parallel: TensorParallel) -> dict[str, Any]:
     """Return what this process needed while it read its part, and what the part and the largest weight take."""
     from loading_driver import begin_peak, status
 
@@ -162,7 +161,9 @@ def write_random(architecture: str | Architecture, folder: Path) -> None:
         write_streamed(folder / name / component.weights_file, tensors)
 
 
-def _mutated(job: Mapping[str, Any], model: LatentDiffusion, config: Int8, parallel: TensorParallel) -> dict[str, Any]:
+def _mutated(
+    job: Mapping[str, Any], model: LatentDiffusion, config: Config, parallel: TensorParallel
+) -> dict[str, Any]:
     """Return the error with a plan that forgets a layer, infinite if it fails."""
     known = type(model).tensor_parallel_plan
 

@@ -14,7 +14,7 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import is_first_process, local_rank
+from sd_lightning._launchers import is_first_process, local_rank, sees_own_gpus
 from sd_lightning.apps.pictures import write_pictures
 from sd_lightning.apps.tensor_parallel import Size, check_size, joined_ranks, num_ranks
 from sd_lightning.models.families import Family, family_of
@@ -30,7 +30,7 @@ from sd_lightning.planner.drawing import drawing_forecast, readable_bytes
 from sd_lightning.planner.passes import inference_bytes, weight_bytes
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.quantization.int8 import int8_config
+from sd_lightning.quantization.int8 import int8_config, int8_configs
 from sd_lightning.quantization.tensor_parallel import TensorParallel
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
@@ -124,17 +124,17 @@ def run(cfg: DictConfig) -> int:
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     options, inputs = _checked(request, folder)
-    model, config = _load(request, device)
+    model, configs = _load(request, device)
     options.check(model)
     drawn = replace(options, batch_size=min(options.batch_size, len(prompts) or 1))
-    structure = partial(_structure, request, config)
+    structure = partial(_structure, request, configs)
 
     def rank_peak(rank: TensorParallel | None) -> int:
         return drawing_forecast(structure(rank), drawn, offload=request.offload).peak
 
     with joined_ranks(num_ranks(request.tensor_parallel, model, device, rank_peak), device) as rank:
-        if config is not None:
-            quantize_(model, config, tensor_parallel=rank)
+        if configs:
+            quantize_(model, configs, tensor_parallel=rank)
         if save_to is not None:
             with complete_or_absent(save_to, setting=f"save_to={request.save_to}") as folder:
                 model.save_pretrained(folder)
@@ -147,12 +147,12 @@ def run(cfg: DictConfig) -> int:
         given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
         images = generate(model, prompts, seeds=seeds, device=device, offload=request.offload, **given)
         if is_first_process():
-            if config is not None and request.offload is None:
+            if configs and request.offload is None:
                 whole = model if rank is None else structure()
                 print_memory(whole, drawn)
                 if rank is not None:
                     print_rank_memory(model, whole, drawn, rank.size)
-            if device.type == "cuda" and (config or request.offload):
+            if device.type == "cuda" and (configs or request.offload):
                 print(f"measured peak on the GPU: {readable_bytes(torch.cuda.max_memory_allocated(device))}")
             settings = _settings(request, options, model.sampling_scheduler(request.scheduler))
             print(write_pictures(images, prompts, seeds, settings, output_dir, request.columns))
@@ -239,8 +239,8 @@ def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: A
     return usual | {name: value for name, value in given.items() if value}
 
 
-def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | None]:
-    """Return the model, and the settings with which it is to be quantised.
+def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | dict[str, Int8]]:
+    """Return the model, and the int8 settings: those asked for, or by network those it was saved with, if any.
 
     Its weights are still in files then: ``quantize_`` reads them a few rows at a time, and on each rank a part.
     """
@@ -252,10 +252,10 @@ def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffu
     )
     if config is not None and config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")
+    configs = config or int8_configs(model)
     if size == 1:
-        return model, config
-    config = config or int8_config(model.denoiser)
-    if config is None:
+        return model, configs
+    if config is None and int8_config(model.denoiser) is None:
         raise UsageError(
             f"generate got tensor_parallel={size} and weights that are not in int8; add quantization=int8, or give a "
             "folder that was saved with it"
@@ -265,14 +265,16 @@ def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffu
             f"generate got tensor_parallel={size} and adapters that are merged into whole weights only, such as DoRA; "
             "save the model first, with quantization=int8 save_to=<folder>, and draw with model.pretrained=<folder>"
         )
-    return model, config
+    return model, configs
 
 
-def _structure(request: GenerationRequest, config: Int8 | None, rank: TensorParallel | None = None) -> LatentDiffusion:
+def _structure(
+    request: GenerationRequest, configs: Int8 | dict[str, Int8], rank: TensorParallel | None = None
+) -> LatentDiffusion:
     """Return the model in int8 without values, or the part of it that one rank holds."""
     where = request.model
     model = LatentDiffusion.describe(request.source, revision=where.revision, vae=where.vae)
-    return quantize_(model, config, tensor_parallel=rank)
+    return quantize_(model, configs, tensor_parallel=rank)
 
 
 def find_lora(path: str) -> Path:
@@ -365,7 +367,7 @@ def _device(request: GenerationRequest) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device("cuda", local_rank()) if name == "cuda" else torch.device(name)
+        device = torch.device("cuda", 0 if sees_own_gpus() else local_rank()) if name == "cuda" else torch.device(name)
         torch.zeros(1, device=device).item()  # "meta" has tensors, but no values
     except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import num_started_processes
+from sd_lightning._launchers import num_processes_here, num_started_processes, sees_own_gpus
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.devices import USABLE
 from sd_lightning.quantization.tensor_parallel import TensorParallel, check_division
@@ -39,7 +39,7 @@ def check_size(size: Size, *, device: str, save_to: str | None) -> None:
             f"generate got device={device} and tensor_parallel={size}, with which each process has a device of its "
             "own; write device=cuda, and choose among GPUs by CUDA_VISIBLE_DEVICES"
         )
-    number = int(os.environ.get("LOCAL_WORLD_SIZE") or (1 if size == "auto" else size))
+    number = 1 if sees_own_gpus() else num_processes_here(num_started_processes() if size == "auto" else size)
     here = torch.cuda.device_count()
     if device != "cpu" and 0 < here < number:
         raise UsageError(

@@ -226,8 +226,9 @@ class LatentDiffusion(PipelineParts):
         names = sorted(self.deferred.keys() - set(skip))
         if names:
             raise UsageError(
-                f"LatentDiffusion.{who}: the weights of {', '.join(names)} are read when a trainer is set up; call it "
-                "after trainer.fit, or leave deferred= out of from_pretrained"
+                f"LatentDiffusion.{who}: the weights of {', '.join(names)} are still in files; expected them in "
+                "memory; call quantize_(model), model.read_deferred(device) or trainer.fit first, or leave out "
+                "deferred= of from_pretrained"
             )
 
 

@@ -161,10 +161,12 @@ def load_parts(
         if name == "vae" and vae is not None:
             return load_network(component, Path(vae))
         if (int8 := stored_int8(root / name)) is not None:
-            if lora is not None:
+            if files:
+                who = str(files[0]) if lora is None else f"lora={lora}"
                 raise UsageError(
-                    f"lora={lora}: the weights of {root} are in int8, to which adapters cannot be added; give the "
-                    "pipeline that it was made from, with quantization=int8"
+                    f"{who}: the weights of {root} are in int8, to which adapters cannot be added; expected adapters "
+                    "of weights in floating point; give the pipeline that it was made from, with quantization=int8"
+                    + (", or move that file away" if lora is None else "")
                 )
             network, described, unread = defer_int8_network(component, root / name, int8, family, variant=variant)
             if name in family.named(deferred):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
+from sd_lightning.quantization.tensor_parallel import check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
@@ -82,10 +83,11 @@ class Lora:
         """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
 
         Raises:
-            UsageError: No layer matches the names, or a layer is neither linear nor convolutional.
+            UsageError: No layer matches, one is neither linear nor convolutional, or a network is divided.
         """
         from peft import inject_adapter_in_model
 
+        check_is_whole(networks, "Lora.apply_")
         layers = {name: _layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])

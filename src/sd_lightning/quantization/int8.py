@@ -159,7 +159,12 @@ class QuantizableModel(Protocol):
 Model = TypeVar("Model", bound="QuantizableModel | nn.Module")
 
 
-def quantize_(model: Model, config: Int8 | None = None, *, tensor_parallel: TensorParallel | None = None) -> Model:
+def quantize_(
+    model: Model,
+    config: Int8 | Mapping[str, Int8] | None = None,
+    *,
+    tensor_parallel: TensorParallel | None = None,
+) -> Model:
     """Quantise the weights of a model to int8, in place.
 
     Deferred weights (``LatentDiffusion.from_pretrained(…, deferred=[…])``) are read a few rows at a time and never
@@ -167,7 +172,8 @@ def quantize_(model: Model, config: Int8 | None = None, *, tensor_parallel: Tens
 
     Args:
         model: A model, or one network. LoRA weights are never quantised.
-        config: Layers to quantise and the kernel; ``Int8()`` if not given.
+        config: Layers to quantise and the kernel; ``Int8()`` if not given. A mapping from networks' names gives each
+            its own, such as :func:`int8_configs`; networks that are not in it stay in floating point.
         tensor_parallel: Divide the layers of a ``LatentDiffusion`` among processes: this one reads and keeps its part.
             Every process calls it, and from then on every call of a network is collective. int8 weights and scales
             are those of one device; a row-wise layer with the kernel bitsandbytes scales activations by its part.
@@ -183,46 +189,47 @@ def quantize_(model: Model, config: Int8 | None = None, *, tensor_parallel: Tens
     """
     networks = _networks(model, "quantize_")
     check_is_whole(networks, "quantize_")
-    config = Int8() if config is None else config
-    if not isinstance(config, Int8):
+    configs = config if isinstance(config, Mapping) else dict.fromkeys(networks, Int8() if config is None else config)
+    if not all(isinstance(each, Int8) for each in configs.values()) or configs.keys() - networks.keys():
         raise UsageError(
-            f"quantize_ got config={config!r}, a {type(config).__name__}; expected an Int8; write quantize_(model, "
-            "Int8(dtype='float16')), or leave it out for the defaults"
+            f"quantize_ got config={config!r}, a {type(config).__name__}; expected an Int8, or one for some of "
+            f"{', '.join(networks)}; write quantize_(model, Int8(dtype='float16')), or leave it out for the defaults"
         )
-    for network in networks.values():
-        _check_stored(network, config)
-    config.check_names([_full(name, key) for name, network in networks.items() for key in _layers(network)])
+    names = [_full(name, key) for name, network in networks.items() for key in _layers(network)]
+    for name, own in configs.items():
+        _check_stored(networks[name], own)
+        own.check_names(names)
     deferred: dict[str, DeferredWeights] = {} if isinstance(model, nn.Module) else model.deferred
     upcast = set() if isinstance(model, nn.Module) else {name for name in networks if model.draws_in_float32(name)}
-    kinds = {_KINDS[kind] for kind in config.layers}
     chosen = {
         name: {
             key: layer
-            for key, layer in network.named_modules()
-            if type(layer) in kinds
+            for key, layer in networks[name].named_modules()
+            if type(layer) in {_KINDS[kind] for kind in own.layers}
             and "lora_" not in key
             and getattr(layer, "max_norm", None) is None  # such an embedding rescales its weight at each call
-            and not _names(config.exclude, _full(name, key))
+            and not _names(own.exclude, _full(name, key))
         }
-        for name, network in networks.items()
-        if int8_config(network) is None
+        for name, own in configs.items()
+        if int8_config(networks[name]) is None
     }
     if tensor_parallel is not None:
-        _check_divisible(model, tensor_parallel.size)
+        _check_divisible(model, tensor_parallel)
     _check_finite(chosen, deferred, tensor_parallel)  # before a layer is changed
     for name, network in networks.items():
         division = Division()
         if tensor_parallel is not None and not isinstance(model, nn.Module):
             division = Division.of(network, model.tensor_parallel_plan(name), tensor_parallel)
+        own = configs.get(name, Int8())
         if name in deferred:  # first, so that weights are converted while they are read
-            cast_rest(network, config, upcast=name in upcast)
-        _quantize_network(network, chosen.get(name, {}), config, deferred.pop(name, None), name, division.parts)
-        if int8_config(network) != config:
+            cast_rest(network, own, upcast=name in upcast)
+        _quantize_network(network, chosen.get(name, {}), own, deferred.pop(name, None), name, division.parts)
+        if name in configs and int8_config(network) != own:
             for key, layer in int8_layers(network):
                 if isinstance(layer, Int8Linear):
-                    layer.kernel, layer.threshold = config.kernel(_full(name, key)), config.threshold
-            describe(network, config)
-        cast_rest(network, config, upcast=name in upcast)
+                    layer.kernel, layer.threshold = own.kernel(_full(name, key)), own.threshold
+            describe(network, own)
+        cast_rest(network, own, upcast=name in upcast)
         division.apply_(network)
     return model
 
@@ -249,6 +256,11 @@ def dequantize_(model: Model) -> Model:
 def int8_config(network: nn.Module) -> Int8 | None:
     """Return the int8 settings of a network; None if it is not quantised."""
     return getattr(network, "int8_config", None)
+
+
+def int8_configs(model: QuantizableModel) -> dict[str, Int8]:
+    """Return the int8 settings of the networks that are quantised."""
+    return {name: own for name, network in model.networks.items() if (own := int8_config(network)) is not None}
 
 
 def int8_record(network: nn.Module) -> dict[str, Any]:
@@ -327,7 +339,7 @@ def _check_stored(network: nn.Module, config: Int8) -> None:
         )
 
 
-def _check_divisible(model: QuantizableModel | nn.Module, size: int) -> None:
+def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> None:
     if isinstance(model, nn.Module):
         raise UsageError(
             f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family "
@@ -341,7 +353,9 @@ def _check_divisible(model: QuantizableModel | nn.Module, size: int) -> None:
             f"quantize_ got tensor_parallel for {', '.join(adapted)} with LoRA on top; expected weights alone; save "
             "the model, which merges its adapters, or give their file to from_pretrained as lora="
         )
-    check_division(model, size)
+    check_division(model, parallel.size)
+    if model.deferred or not all(each.is_meta for n in model.networks.values() for each in n.parameters()):
+        parallel.check_joined()
 
 
 def _check_finite(

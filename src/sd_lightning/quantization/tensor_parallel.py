@@ -53,18 +53,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One process of several that hold a model together."""
+    """One process of the default group, all of which hold a model together; on the meta device there need be none."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None = None
-    """None for the default group; on the meta device there need not be one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise UsageError(
                 f"TensorParallel got rank={self.rank}, size={self.size}; expected a rank in [0, size), "
                 "e.g. TensorParallel(dist.get_rank(), dist.get_world_size())"
+            )
+
+    def check_joined(self) -> None:
+        """Check that this process is that rank of the default process group.
+
+        Raises:
+            UsageError: It is not, or there is no group.
+        """
+        joined = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+        if self.size > 1 and joined != (self.rank, self.size):
+            group = "no process group" if joined is None else f"this is rank {joined[0]} of {joined[1]}"
+            raise UsageError(
+                f"TensorParallel got rank={self.rank}, size={self.size}, but {group}; expected that rank of the "
+                "default process group; call torch.distributed.init_process_group() in each process, or write size=1"
             )
 
     def ranges(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -78,20 +90,20 @@ class TensorParallel:
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum in place over the processes, in the tensor's own dtype."""
         if self.size > 1 and not partial.is_meta:
-            dist.all_reduce(partial, group=self.group)
+            dist.all_reduce(partial)
         return partial
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Join the last dimension over the processes."""
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         if self.size > 1 and not part.is_meta:
-            dist.all_gather(parts, part.contiguous(), group=self.group)
+            dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=-1) if self.size > 1 else part
 
     def agree(self, error: UsageError | None) -> None:
         """Raise the first process's error in every process; a collective call."""
         found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, None if error is None else str(error), group=self.group)
+        dist.all_gather_object(found, None if error is None else str(error))
         if any(found):
             raise UsageError(next(filter(None, found))) from error
 

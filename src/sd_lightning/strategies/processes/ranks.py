@@ -16,7 +16,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _basic_subpr
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import is_first_process, num_started_processes
+from sd_lightning._launchers import is_first_process, num_processes_here, num_started_processes
 from sd_lightning.strategies.processes.group import TIMEOUT, WATCH, ending_together, joining
 from sd_lightning.strategies.processes.watchdog import EXIT_CODE
 
@@ -48,7 +48,7 @@ def ranks(size: int, device: torch.device) -> Iterator[None]:
             _arrive()
         elif "RANK" not in os.environ:
             _read_slurm(size)
-        _set_num_threads_if_needed(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        _set_num_threads_if_needed(num_processes_here(size))
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         if device_id is not None:
             torch.cuda.set_device(device_id)
@@ -112,6 +112,7 @@ def _arrival(rank: int) -> str:
 def _read_slurm(size: int) -> None:
     """Name this rank and rank 0's address as torch expects them."""
     slurm = SLURMEnvironment()
-    of_rank = {"RANK": slurm.global_rank(), "LOCAL_RANK": slurm.local_rank(), "WORLD_SIZE": size}
+    sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": num_processes_here(size)}
+    of_rank = {"RANK": slurm.global_rank(), "LOCAL_RANK": slurm.local_rank(), **sizes}
     of_first = {"MASTER_ADDR": slurm.main_address, "MASTER_PORT": slurm.main_port}
     os.environ |= {name: str(value) for name, value in (of_rank | of_first).items()}

@@ -57,7 +57,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         given = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=given, start_new_session=True, **pipes))
+        interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs of a shell are not
+        options = {"start_new_session": True, "preexec_fn": interruptible, **pipes}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=given, **options))
         return started[-1]
 
     yield run

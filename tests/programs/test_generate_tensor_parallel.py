@@ -123,7 +123,7 @@ def test_auto_on_a_cpu_is_one_process_also_of_an_int8_folder(
     for name, more in (("plain", []), ("auto", ["tensor_parallel=auto"])):
         given = [f"model.pretrained={folders['int8']}", f"model.vae={folders['float'] / 'vae'}", *QUICK, *more]
         code, out = cli(*[each for each in given if vae == "float" or "vae" not in each], f"output_dir={name}")
-        assert code == 0 and (" GB in int8, " in out) and ("weights 0.00114 GB" in out) == (vae == "int8"), out
+        assert code == 0 and (" MB in int8, " in out) and ("weights 1.14 MB" in out) == (vae == "int8"), out
     assert (picture(tmp_path / "plain") == picture(tmp_path / "auto")).all()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from timing import interleaved, ratios
@@ -28,7 +30,9 @@ def peers() -> dict[str, dict[str, Any]]:
     return {"bitsandbytes": {"threshold": 6.0}, "torch": {"dtype": "float32 on a CPU, float16 on a GPU"}}
 
 
-def measure(rounds: int = 5, side: int = 64) -> dict[str, float | list[float]]:
+def measure(
+    rounds: int = 5, side: int = 64, changes: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float | list[float]]:
     """Time the call that a picture takes once per step.
 
     Only bitsandbytes looks at the values of activations, so the others are timed without outliers.
@@ -36,6 +40,7 @@ def measure(rounds: int = 5, side: int = 64) -> dict[str, float | list[float]]:
     Args:
         rounds: Calls of each side that count.
         side: Of the latents; 64 is a picture of 512 x 512.
+        changes: Of the UNet's configuration.
     """
     import torch
 
@@ -44,9 +49,9 @@ def measure(rounds: int = 5, side: int = 64) -> dict[str, float | list[float]]:
 
     on_gpu = torch.cuda.is_available()
     where: Any = ("cuda", torch.float16) if on_gpu else ("cpu", torch.float32)
-    unets = {"plain": network("unet").to(*where)}
+    unets = {"plain": network("unet", **changes).to(*where)}
     for linear in ("weight_only", "bitsandbytes"):
-        unets[linear] = quantize_(network("unet").to(*where), Int8(linear=linear))  # type: ignore[arg-type]
+        unets[linear] = quantize_(network("unet", **changes).to(*where), Int8(linear=linear))  # type: ignore[arg-type]
     int8 = unets["bitsandbytes"]
 
     def seconds(name: str, rows: int) -> float:

@@ -20,12 +20,37 @@ def is_first_process() -> bool:
 
 def is_first_on_machine() -> bool:
     """Return whether this process has local rank 0."""
-    return _is_zero("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _is_zero("SLURM_LOCALID")
+    return local_rank() == 0
 
 
 def was_started_with_others() -> bool:
     """Return whether an external launcher started all processes, so that each one raises the same errors."""
     return "SLURM_PROCID" in os.environ or {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def num_started_processes() -> int:
+    """Return how many processes a launcher has started for this program, on all machines; 1 without a launcher."""
+    return max(int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+
+
+def num_processes_here(size: int) -> int:
+    """Return how many of the program's ``size`` processes are on this machine: all, unless its launcher says so."""
+    slurm = os.environ.get("SLURM_NTASKS_PER_NODE") if _are_slurm_tasks() else None
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or slurm or size)
+
+
+def sees_own_gpus() -> bool:
+    """Return whether the process sees no GPUs but its own: ``srun --gpus-per-task``."""
+    return "SLURM_GPUS_PER_TASK" in os.environ and _are_slurm_tasks()
+
+
+def _are_slurm_tasks() -> bool:
+    return "RANK" not in os.environ and num_started_processes() > 1
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of the program on this machine."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
 def check_started_processes(devices: int, num_nodes: int) -> None:
@@ -36,7 +61,7 @@ def check_started_processes(devices: int, num_nodes: int) -> None:
     """
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         started = int(os.environ["WORLD_SIZE"])
-        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or started)
+        on_machine = num_processes_here(started)
         who = "the launcher"
     elif os.environ.get("SLURM_NTASKS") and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         started = int(os.environ["SLURM_NTASKS"])

@@ -18,6 +18,8 @@ from sd_lightning.callbacks.checkpoint import pipeline as checkpoint_pipeline
 from sd_lightning.models import loading
 from sd_lightning.models.families import Architecture
 from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
+from sd_lightning.quantization import quantize_
+from sd_lightning.quantization.tensor_parallel import TensorParallel
 from small_models import SMALL_SD2, SMALL_SDXL
 from small_training import stored
 
@@ -96,7 +98,9 @@ def test_diffusers_and_we_read_what_was_written(
     pipeline.load_lora_weights(tmp_path)
     assert np.abs(draw(pipeline) - expected).max() < 5e-5, "the scale is part of the weights: rounded otherwise"
     ours = LatentDiffusion.from_pretrained(tmp_path, deferred=["unet"])
-    assert not ours.deferred and not any(is_adapter(key) for key in ours.denoiser.state_dict())
+    assert set(ours.deferred) == {"unet"}
+    ours.read_deferred("cpu")
+    assert not any(is_adapter(key) for key in ours.denoiser.state_dict())
     for name, network in module.trained_networks().items():
         merged, read = merged_state_dict(network), ours.networks[name].state_dict()
         assert merged.keys() == read.keys()
@@ -127,7 +131,8 @@ def test_adapters_are_added_to_another_base(tmp_path: Path) -> None:
     LatentDiffusion.build("tiny", seed=2).save_pretrained(tmp_path / "turbo")
     plain = LatentDiffusion.from_pretrained(tmp_path / "turbo")
     ours = LatentDiffusion.from_pretrained(tmp_path / "turbo", lora=tmp_path / "lora.safetensors", deferred=["unet"])
-    assert not ours.deferred
+    assert set(ours.deferred) == {"unet"}
+    ours.read_deferred("cpu")
     base = LatentDiffusion.build("tiny", seed=1)
     for name, network in module.trained_networks().items():
         merged, before = merged_state_dict(network), base.networks[name].state_dict()
@@ -266,3 +271,17 @@ def test_a_model_with_adapters_trains_in_another_module() -> None:
     again = SDLightningModule(model, lora=lora)
     trained = [name for name, p in first.named_parameters() if p.requires_grad]
     assert trained and trained == [name for name, p in again.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("deferred", [[], ["all"]], ids=["whole", "deferred"])
+def test_adapters_beside_int8_weights_are_refused(deferred: list[str], tmp_path: Path) -> None:
+    write(adapted("tiny", Lora(target_modules=["to_q"])), tmp_path / WEIGHTS_NAME)
+    quantize_(LatentDiffusion.build("tiny")).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: the weights of .* are in int8, to which adapters cannot"):
+        LatentDiffusion.from_pretrained(tmp_path, deferred=deferred)
+
+
+def test_a_divided_model_gets_no_adapters() -> None:
+    model = quantize_(LatentDiffusion.build("tiny", device="meta"), tensor_parallel=TensorParallel(0, 2))
+    with pytest.raises(UsageError, match=r"Lora\.apply_ got unet divided among processes"):
+        Lora(target_modules=["to_q"]).apply_({"unet": model.denoiser})

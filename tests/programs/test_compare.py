@@ -347,7 +347,7 @@ def test_bad_input_ends_in_one_clear_line(arguments: str, place: Path, capfd: py
     refuse(f"compare {arguments}", REFUSED[arguments], place, capfd)
 
 
-@pytest.mark.slow
+@pytest.mark.full("kills")
 def test_a_trained_run_is_compared_with_what_is_left_of_it_after_a_kill(trained_run: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "logs"):
         copy = shutil.copytree if (trained_run / name).is_dir() else shutil.copy2

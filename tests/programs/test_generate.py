@@ -12,7 +12,7 @@ from PIL import Image
 
 import small_training
 from sd_lightning import LatentDiffusion, export, generate
-from sd_lightning.apps.generate import file_name
+from sd_lightning.apps.pictures import file_name
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.models.generation import generate as draw

@@ -41,7 +41,7 @@ def test_pictures_hardly_differ_and_memory_is_printed(cli: Any, pipeline: Path, 
     difference = np.abs(picture(tmp_path / "int8") - picture(tmp_path / "plain"))
     assert 0 < difference.mean() < 2
     weights, peak, last = out.splitlines()
-    of = r"([\d.]+) GB in int8, ([\d.]+) GB in fp16, ([\d.]+) GB in fp32"
+    of = r"([\d.]+) MB in int8, ([\d.]+) MB in fp16, ([\d.]+) MB in fp32"
     found = re.fullmatch(f"weights {of}", weights)
     assert found is not None, weights
     int8, half, full = map(float, found.groups())

@@ -162,7 +162,7 @@ def test_a_run_in_a_bucket_is_exported(s3: S3Server, straight: Path, tmp_path: P
 
 
 def test_pictures_are_drawn_with_a_run_in_a_bucket(s3: S3Server, straight: Path, tmp_path: Path) -> None:
-    from sd_lightning.apps.generate import settings_of
+    from sd_lightning.apps.pictures import settings_of
 
     put(straight, URL)
     quick = "num_inference_steps=1 'prompts=[a three]'"
@@ -199,7 +199,7 @@ def test_two_processes_go_on_bit_for_bit_and_share_a_file_that_both_need(
     assert losses(folder) == losses(straight)[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_two_processes_under_fsdp_fetch_a_half_each(
     s3: S3Server, straight: Path, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
 ) -> None:

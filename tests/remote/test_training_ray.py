@@ -357,7 +357,7 @@ def test_a_run_in_a_bucket_survives_its_worker(
     assert far.name == "step-00000008" and fetched == weights(tmp_path / "local")
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_workers_that_are_asked_to_leave_save_first(start: Start) -> None:
     run = start("asked", WORKERS, "strategy=ddp", "launcher.max_failures=0", steps=400)
     run.wait_for("step 4/400 |")

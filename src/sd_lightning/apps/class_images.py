@@ -20,7 +20,7 @@ from PIL import Image
 
 from sd_lightning._console import start_bar
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.generate import settings_of, write_png
+from sd_lightning.apps.pictures import settings_of, write_png
 from sd_lightning.data.sources.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_process, local_rank, sees_own_gpus
+from sd_lightning.apps.pictures import write_pictures
+from sd_lightning.apps.tensor_parallel import Size, check_size, joined_ranks, num_ranks
 from sd_lightning.models.families import Family, family_of
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.offloading import Offload, check_offload
 from sd_lightning.models.pipeline_folder import find_folder, read_json
-from sd_lightning.planner.passes import inference_bytes
+from sd_lightning.planner.calibration import hardware_here
+from sd_lightning.planner.drawing import drawing_forecast, readable_bytes
+from sd_lightning.planner.passes import inference_bytes, weight_bytes
+from sd_lightning.planner.roofline import Speeds
 from sd_lightning.quantization import Int8, quantize_
+from sd_lightning.quantization.int8 import int8_config, int8_configs
+from sd_lightning.quantization.tensor_parallel import TensorParallel
 from sd_lightning.storage import far_runs, runs
 from sd_lightning.storage.atomic import check_new_folder, complete_or_absent
-from sd_lightning.storage.untrusted import parse_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-_KEY = "sd_lightning"
-"""Text chunk of a PNG with the settings of its generation."""
-_GRID = "a grid of pictures"
-"""Mark of grids in their metadata."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,8 @@ class GenerationRequest(SamplingOptions):
     output_dir: str = "generated"
     columns: int | None = None
     quantization: Int8 | None = None
+    offload: Offload | None = None
+    tensor_parallel: Size = 1
     save_to: str | None = None
     lora: str | None = None
     image: str | None = None
@@ -84,10 +83,15 @@ class GenerationRequest(SamplingOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        check_size(self.tensor_parallel, device=self.device, save_to=self.save_to)
         if self.save_to is not None and self.quantization is None:
             raise UsageError(
                 f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "
                 "as it is with python -m sd_lightning.export"
+            )
+        if self.offload is not None and self.save_to is not None and not self.prompts:
+            raise UsageError(
+                f"generate got offload={self.offload} and no prompts to draw; leave it out, or add prompts"
             )
         of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
         unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
@@ -109,7 +113,8 @@ def run(cfg: DictConfig) -> int:
     only_save = request.save_to is not None and not request.prompts
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
-    device = _device(request.device)
+    device = _device(request)
+    check_offload(request.offload, device)
     if not 0 <= request.seed <= 2**63 - len(prompts):
         raise UsageError(
             f"generate got seed={request.seed}; expected a whole number from 0 to 2**63 - {len(prompts)}, e.g. seed=0"
@@ -119,33 +124,38 @@ def run(cfg: DictConfig) -> int:
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     options, inputs = _checked(request, folder)
-    model = _load(request, device)
+    model, configs = _load(request, device)
     options.check(model)
-    if save_to is not None:
-        with complete_or_absent(save_to, setting=f"save_to={request.save_to}") as folder:
-            model.save_pretrained(folder)
-        print(f"{request.source} in int8 -> {request.save_to}")
-    if only_save:
-        return 0
-    output_dir.mkdir(parents=True, exist_ok=True)
-    given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
-    images = generate(model, prompts, seeds=seeds, device=device, **given)
-    if request.quantization is not None:
-        print_memory(model, request, len(prompts), device)
-    settings = {
-        "model": far_runs.name_of(request.source),
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": options.num_inference_steps,
-        "guidance_scale": options.guidance_scale,
-        "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
-        **_less_usual(request),
-    }
-    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        each = {"prompt": prompt, "seed": seed, **settings}
-        write_png(image, picture_path(output_dir, each), each)
-    grid = _write_grid(images, prompts, output_dir, request.columns)
-    count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
-    print(f"{count} in {output_dir}/, all in {grid}")
+    drawn = replace(options, batch_size=min(options.batch_size, len(prompts) or 1))
+    structure = partial(_structure, request, configs)
+
+    def rank_peak(rank: TensorParallel | None) -> int:
+        return drawing_forecast(structure(rank), drawn, offload=request.offload).peak
+
+    with joined_ranks(num_ranks(request.tensor_parallel, model, device, rank_peak), device) as rank:
+        if configs:
+            quantize_(model, configs, tensor_parallel=rank)
+        if save_to is not None:
+            with complete_or_absent(save_to, setting=f"save_to={request.save_to}") as folder:
+                model.save_pretrained(folder)
+            print(f"{request.source} in int8 -> {request.save_to}")
+        if only_save:
+            return 0
+        if request.offload is not None and is_first_process():
+            print(drawing_forecast(model, drawn, speeds=_speeds(device), offload=request.offload))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        given: dict[str, Any] = {"options": options, "negative_prompt": request.negative_prompt, "inputs": inputs}
+        images = generate(model, prompts, seeds=seeds, device=device, offload=request.offload, **given)
+        if is_first_process():
+            if configs and request.offload is None:
+                whole = model if rank is None else structure()
+                print_memory(whole, drawn)
+                if rank is not None:
+                    print_rank_memory(model, whole, drawn, rank.size)
+            if device.type == "cuda" and (configs or request.offload):
+                print(f"measured peak on the GPU: {readable_bytes(torch.cuda.max_memory_allocated(device))}")
+            settings = _settings(request, options, model.sampling_scheduler(request.scheduler))
+            print(write_pictures(images, prompts, seeds, settings, output_dir, request.columns))
     return 0
 
 
@@ -210,26 +220,61 @@ def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
     return given | pictures
 
 
-def _less_usual(request: GenerationRequest) -> dict[str, Any]:
-    """Return the less common settings that a picture depends on, without those at their defaults."""
+def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: Any) -> dict[str, Any]:
+    """Return the settings that a picture depends on; of the less common ones those that are given.
+
+    Other batches and other numbers of devices change its rounding, and are left out.
+    """
+    usual = {
+        "model": far_runs.name_of(request.source),
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
+        "scheduler": type(scheduler).__name__,
+    }
     given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling", "image", "mask", "strength")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
     given["lora"] = request.lora
     given["quantization"] = request.quantization and asdict(request.quantization)
-    return {name: value for name, value in given.items() if value}
+    return usual | {name: value for name, value in given.items() if value}
 
 
-def _load(request: GenerationRequest, device: torch.device) -> LatentDiffusion:
-    where, config = request.model, request.quantization
+def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | dict[str, Int8]]:
+    """Return the model, and the int8 settings: those asked for, or by network those it was saved with, if any.
+
+    Its weights are still in files then: ``quantize_`` reads them a few rows at a time, and on each rank a part.
+    """
+    where, config, size = request.model, request.quantization, request.tensor_parallel
     lora = None if request.lora is None else find_lora(request.lora)
-    # quantize_ reads deferred weights a few rows at a time.
-    deferred = [] if config is None else ["all"]
+    deferred = [] if config is None and size == 1 else ["all"]
     model = LatentDiffusion.from_pretrained(
         request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred, lora=lora
     )
     if config is not None and config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")
-    return model if config is None else quantize_(model, config)
+    configs = config or int8_configs(model)
+    if size == 1:
+        return model, configs
+    if config is None and int8_config(model.denoiser) is None:
+        raise UsageError(
+            f"generate got tensor_parallel={size} and weights that are not in int8; add quantization=int8, or give a "
+            "folder that was saved with it"
+        )
+    if not model.deferred:
+        raise UsageError(
+            f"generate got tensor_parallel={size} and adapters that are merged into whole weights only, such as DoRA; "
+            "save the model first, with quantization=int8 save_to=<folder>, and draw with model.pretrained=<folder>"
+        )
+    return model, configs
+
+
+def _structure(
+    request: GenerationRequest, configs: Int8 | dict[str, Int8], rank: TensorParallel | None = None
+) -> LatentDiffusion:
+    """Return the model in int8 without values, or the part of it that one rank holds."""
+    where = request.model
+    model = LatentDiffusion.describe(request.source, revision=where.revision, vae=where.vae)
+    return quantize_(model, configs, tensor_parallel=rank)
 
 
 def find_lora(path: str) -> Path:
@@ -256,24 +301,37 @@ def find_lora(path: str) -> Path:
     return file
 
 
-def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
-    """Print the memory that the model takes in int8, and would take in half and full precision."""
+def _speeds(device: torch.device) -> Speeds | None:
+    """Return the speeds of this machine that are measured, or known from a table."""
+    try:
+        return hardware_here()[1] if (device.type == "cuda") == torch.cuda.is_available() else None
+    except UsageError:
+        return None
+
+
+def print_memory(model: LatentDiffusion, options: SamplingOptions) -> None:
+    """Print the memory that the model takes in int8 to draw a batch, and would take in half and full precision."""
+    sizes = zip(*(_bytes(model, options, dtype) for dtype in (None, torch.float16, torch.float32)))
+    weights, peak = ("{} in int8, {} in fp16, {} in fp32".format(*map(readable_bytes, each)) for each in sizes)
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
-    batch_size = min(options.batch_size, num_pictures)
-    drawn: dict[str, Any] = {"height": height, "width": width, "batch_size": batch_size}
-    (weights, peak), half, full = (
-        inference_bytes(model, **drawn, dtype=dtype, vae_tiling=options.vae_tiling)
-        for dtype in (None, torch.float16, torch.float32)
-    )
-    print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
-    count = f"{batch_size} picture{'s' if batch_size > 1 else ''} of {width}x{height} at a time"
-    print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")
-    if device.type == "cuda":
-        print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))} in int8")
+    count = f"{options.batch_size} picture{'s' if options.batch_size > 1 else ''} of {width}x{height} at a time"
+    print(f"weights {weights}\ncomputed peak, {count}: {peak}")
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+def print_rank_memory(part: LatentDiffusion, whole: LatentDiffusion, options: SamplingOptions, size: int) -> None:
+    """Print the memory that each of several ranks takes, and how much of it all of them take for the same weights."""
+    weights, peak = _bytes(part, options)
+    same = (size * weights - sum(map(weight_bytes, whole.networks.values()))) / (size - 1)
+    held, shared, most = map(readable_bytes, (weights, same, peak))
+    share = f"{shared} ({same / weights:.0%}) the same on all"
+    print(f"on each of {size} devices: weights {held}, {share}; computed peak {most}")
+
+
+def _bytes(model: LatentDiffusion, options: SamplingOptions, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """Return the bytes of the weights, and of the peak."""
+    height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
+    tiling, count = options.vae_tiling, options.batch_size
+    return inference_bytes(model, height=height, width=width, batch_size=count, dtype=dtype, vae_tiling=tiling)
 
 
 def read_prompts(prompts: Any) -> list[str]:
@@ -303,71 +361,17 @@ def read_prompts(prompts: Any) -> list[str]:
     return captions
 
 
-def file_name(prompt: str, seed: int) -> str:
-    """Return a file name such as "a-handwritten-three-seed-0.png"."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
-    return f"{slug}-seed-{seed}.png"
-
-
-def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """Return a picture's path: :func:`file_name`, plus a hash if a picture with other settings has that name."""
-    path, text = folder / file_name(settings["prompt"], settings["seed"]), json.dumps(settings)
-    if not path.exists() or mark_of(path) == text:
-        return path
-    return path.with_stem(f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-
-
-def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
-    """Write a grid of all pictures; replace the last grid but no other picture."""
-    from sd_lightning.report import image_grid
-
-    names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
-    path = next(path for name in names if not (path := folder / name).exists() or mark_of(path) == _GRID)
-    grid = image_grid(list(images), columns, captions=list(prompts))
-    write_marked(grid, path, _GRID)
-    return path
-
-
-def _device(name: str) -> torch.device:
+def _device(request: GenerationRequest) -> torch.device:
+    """Return the device to compute on; of several ranks each has its own."""
+    name = request.device
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device("cuda", 0 if sees_own_gpus() else local_rank()) if name == "cuda" else torch.device(name)
         torch.zeros(1, device=device).item()  # "meta" has tensors, but no values
     except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(
-            f"generate got device={name}, which is not there to compute on; expected auto, cpu, or cuda where there is "
-            "such a GPU; write device=cpu or auto"
+            f"generate got device={request.device}, which is not there to compute on; expected auto, cpu, or cuda "
+            "where there is such a GPU; write device=cpu or auto"
         ) from error
     return device
-
-
-def write_png(image: Image.Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """Write a PNG with text chunks: all settings as JSON in "sd_lightning", and "prompt" and "seed" separately."""
-    write_marked(image, path, json.dumps(settings), prompt=settings["prompt"], seed=settings["seed"])
-
-
-def write_marked(image: Image.Image, path: Path, text: str, **more: Any) -> None:
-    """Write a PNG with a text chunk "sd_lightning", and one for each keyword argument."""
-    info = PngInfo()
-    for key, value in {_KEY: text, **more}.items():
-        info.add_text(key, str(value))
-    image.save(path, pnginfo=info)
-
-
-def mark_of(path: Path) -> str | None:
-    """Return the text chunk "sd_lightning" of a picture; None if it has none or cannot be read."""
-    try:
-        with Image.open(path) as image:
-            return image.info.get(_KEY)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return None
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """Return the settings in a picture's metadata; an empty dict if it has none or cannot be read."""
-    try:
-        settings = parse_json(mark_of(path) or "null")
-    except ValueError:
-        return {}
-    return settings if isinstance(settings, dict) else {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import num_started_processes
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.data.sampler import check_division
 from sd_lightning.remote import training
@@ -78,7 +79,7 @@ def launch(spec: RunSpec, launcher: Ray, run: Callable[..., int]) -> int:
     Raises:
         UsageError: The run does not fit the number of workers; see :func:`sd_lightning.remote.training.launch`.
     """
-    started = max(int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    started = num_started_processes()
     if started > 1:
         raise UsageError(
             f"launcher=ray: another launcher has started {started} processes already; start the program once, without "

@@ -25,7 +25,7 @@ from sd_lightning.quantization.int8 import (
     read_record,
     set_structure,
 )
-from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
+from sd_lightning.quantization.layers import INT8_CLASSES
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
 from sd_lightning.storage.streamed_tensor import tensors_in
@@ -205,10 +205,10 @@ def stored_int8(folder: Path) -> Int8 | None:
     return read_record(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
-def load_int8_network(
+def defer_int8_network(
     component: Component, folder: Path, config: Int8, family: Family, *, variant: str | None = None
-) -> tuple[nn.Module, Component]:
-    """Load a network whose weight files are in int8, layer by layer, in no more memory than the result takes.
+) -> tuple[nn.Module, Component, DeferredWeights]:
+    """Build a network whose weight files are in int8 on the meta device, and locate its weights without reading them.
 
     Args:
         component: The network's library and class.
@@ -218,7 +218,7 @@ def load_int8_network(
         variant: File variant.
 
     Returns:
-        The network, and its record with the configuration.
+        The network, its record with the configuration, and its deferred weights.
 
     Raises:
         UsageError: Files are missing, damaged or of another network.
@@ -227,13 +227,8 @@ def load_int8_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
     )
     cast_rest(network, config, upcast=family.draws_in_float32(folder.name, network))
-    for _, layer in int8_layers(network):
-        layer.weight = torch.empty_like(layer.weight, device="cpu")
-        layer.weight_scale = torch.empty_like(layer.weight_scale, device="cpu")
-    deferred.fill_parameters(network, [name for name, _ in network.named_parameters()])
-    deferred.fill_buffers(network)
     describe(network, config)
-    return network, component
+    return network, component, deferred
 
 
 def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folder: Path) -> None:

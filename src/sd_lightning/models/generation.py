@@ -15,6 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Family
 from sd_lightning.models.families.sampling import is_new, said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.offloading import Offload, check_offload, offloading
 from sd_lightning.models.tf32 import products_of
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def generate(
     negative_prompt: str = "",
     inputs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
+    offload: Offload | None = None,
 ) -> list[Image.Image]:
     """Generate one image per prompt.
 
@@ -182,10 +184,13 @@ def generate(
         negative_prompt: Caption that guidance steers away from.
         inputs: Pictures to begin with, and the strength; see :meth:`Family.draw`.
         device: Device to compute on; the denoiser's if not given.
+        offload: "blocks" keeps the weights in host memory; see :func:`sd_lightning.models.offloading.offloading`. The
+            images are bitwise the same, but on a CPU for weights that are mapped from float files: these may begin at
+            any byte there, and kernels choose by alignment, so rounding may differ (by 1/255).
 
     Raises:
-        UsageError: The number of seeds differs, the model cannot be sampled with these options, or there is a negative
-            prompt but no guidance.
+        UsageError: The number of seeds differs, the model cannot be sampled with these options, there is a negative
+            prompt but no guidance, or the device cannot offload or is not given beside a GPU.
     """
     from torch.distributed.tensor import DTensor
 
@@ -196,13 +201,20 @@ def generate(
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
     options.check(latent_diffusion)
-    device = device or next(latent_diffusion.denoiser.parameters()).device
+    home = next(latent_diffusion.denoiser.parameters()).device
+    check_offload(offload, device or home)
+    if offload is not None and device is None and home.type == "cpu" and torch.cuda.is_available():
+        raise UsageError(f'generate got offload={offload} and no device; write device=torch.device("cuda"), or "cpu"')
+    device = device or home
     with said_once():
         pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
-        if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places its weights itself
+        # FSDP places its weights itself.
+        if offload is None and not any(isinstance(p, DTensor) for p in network.parameters()):
             network.to(device)
+    where = {"device": device, "_execution_device": device}  # not that of weights, which may be on the host
+    pipeline.__class__ = type(type(pipeline).__name__, (type(pipeline),), where)
     frozen = latent_diffusion.family.frozen  # the family calls them, and casts their embeddings
     dtypes = {next(each.parameters()).dtype for name, each in latent_diffusion.networks.items() if name not in frozen}
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
@@ -213,10 +225,14 @@ def generate(
         said_once(),
         torch.no_grad(),
         # Networks may differ in dtype: half-precision encoders, a float32 denoiser.
-        contextlib.nullcontext() if len(dtypes) == 1 else torch.autocast(device.type, dtype=narrowest),
+        # Autocast would keep cast weights on the device.
+        contextlib.nullcontext()
+        if len(dtypes) == 1
+        else torch.autocast(device.type, dtype=narrowest, cache_enabled=offload is None),
         products_of(narrowest),
         _decoding_as_is(vae, device),
         latent_diffusion.family.decoding_in_tiles(vae, options.vae_tiling),
+        contextlib.nullcontext() if offload is None else offloading(latent_diffusion, device),
     ):
         for network in networks:
             modes.callback(network.train, network.training)

@@ -84,8 +84,9 @@ class LatentDiffusion(PipelineParts):
             deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
                 process reads the weights that it keeps. Names of networks, or "denoiser", "text_encoders",
                 "trainable" or "all"; names that the pipeline does not have are ignored, and all are if there are
-                adapters to merge.
-            lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights.
+                adapters to merge that are not plain LoRA.
+            lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights, into
+                deferred ones when they are read.
 
         Raises:
             UsageError: The pipeline does not exist, a part of it is missing or unreadable, or adapters do not fit.
@@ -225,8 +226,9 @@ class LatentDiffusion(PipelineParts):
         names = sorted(self.deferred.keys() - set(skip))
         if names:
             raise UsageError(
-                f"LatentDiffusion.{who}: the weights of {', '.join(names)} are read when a trainer is set up; call it "
-                "after trainer.fit, or leave deferred= out of from_pretrained"
+                f"LatentDiffusion.{who}: the weights of {', '.join(names)} are still in files; expected them in "
+                "memory; call quantize_(model), model.read_deferred(device) or trainer.fit first, or leave out "
+                "deferred= of from_pretrained"
             )
 
 

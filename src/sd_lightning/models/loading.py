@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import filecmp
 import re
@@ -17,9 +18,9 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models import families
 from sd_lightning.models.components import (
+    defer_int8_network,
     defer_network,
     fill_shipped_,
-    load_int8_network,
     load_network,
     load_tokenizer,
     meta_network,
@@ -29,7 +30,7 @@ from sd_lightning.models.components import (
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import adapted_weights, check_settings, merged_state_dict
+from sd_lightning.models.lora import adapted_weights, check_settings, layer_adapters, merged_state_dict, on_host
 from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
@@ -39,9 +40,10 @@ from sd_lightning.models.pipeline_folder import (
     read_json,
     write_json,
 )
-from sd_lightning.quantization.int8 import int8_record
+from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.quantization.layers import int8_layers
-from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.quantization.tensor_parallel import Plan, check_is_whole
+from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
 from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
@@ -80,6 +82,10 @@ class PipelineParts:
             UsageError: No family has that pipeline.
         """
         return family_of(self.pipeline_class, who="LatentDiffusion").of_options(self.pipeline_options)
+
+    def tensor_parallel_plan(self, name: str) -> Plan:
+        """Return what of a network several processes divide; see :meth:`Family.tensor_parallel_plan`."""
+        return self.family.tensor_parallel_plan(name, self.networks[name])
 
     def pipeline(self, *, scheduler: str | None = None) -> Any:
         """Return a diffusers pipeline that uses these networks (no copies).
@@ -152,25 +158,38 @@ def load_parts(
         for file in files:
             check_settings(file)
             _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
+    adapters = _readable_adapters(on_meta, files) if files and deferred else None
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
             return load_network(component, Path(vae))
         if (int8 := stored_int8(root / name)) is not None:
-            if lora is not None:
+            if files:
+                who = str(files[0]) if lora is None else f"lora={lora}"
                 raise UsageError(
-                    f"lora={lora}: the weights of {root} are in int8, to which adapters cannot be added; give the "
-                    "pipeline that it was made from, with quantization=int8"
+                    f"{who}: the weights of {root} are in int8, to which adapters cannot be added; expected adapters "
+                    "of weights in floating point; give the pipeline that it was made from, with quantization=int8"
+                    + (", or move that file away" if lora is None else "")
                 )
-            return load_int8_network(component, root / name, int8, family, variant=variant)
-        if name in family.named(deferred) and not files:
-            network, described, weights[name] = defer_network(component, root / name, variant=variant)
+            network, described, unread = defer_int8_network(component, root / name, int8, family, variant=variant)
+            if name in family.named(deferred):
+                weights[name] = unread
+            else:
+                unread.fill_(network, torch.device("cpu"))
             return network, described
-        return load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
+        if name in family.named(deferred) and (not files or adapters is not None):
+            network, described, unread = defer_network(component, root / name, variant=variant)
+            weights[name] = unread.with_adapters(adapters[name]) if adapters is not None else unread
+            return network, described
+        network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
+        for weight, several in adapters[name].items() if adapters is not None else ():
+            for each in several:
+                each.add_(network.get_parameter(weight).data.view(-1), 0)
+        return network, described
 
     parts = _from_folder(root, load)
     parts.deferred = weights
-    for file in files:
+    for file in files if adapters is None else ():
         _merge_adapters(parts, file)
     return parts
 
@@ -185,12 +204,13 @@ def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | P
 
 def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> None:
     """Write a pipeline folder in the diffusers layout (safetensors); see :meth:`LatentDiffusion.save_pretrained`."""
-    written = {name: each for name, each in parts.networks.items() if name not in skip}
-    names = [name for name, each in written.items() if any(int8_layers(each)) and adapted_weights(each)]
+    check_is_whole(parts.networks, "LatentDiffusion.save_pretrained")
+    written = {name: each for name, each in parts.networks.items() if name not in skip and any(int8_layers(each))}
+    names = [name for name, each in written.items() if adapted_weights(each) or int8_config(each) is None]
     if names:
         raise UsageError(
-            f"LatentDiffusion.save_pretrained: {', '.join(names)} is quantised, with LoRA on top; take the folder "
-            "pipeline/ of a checkpoint, or save the model with LoRA first, then load and quantize_ it"
+            f"LatentDiffusion.save_pretrained: {', '.join(names)} is quantised, with LoRA on top or for it; take the "
+            "folder pipeline/ of a checkpoint, or save the model with LoRA first, then load and quantize_ it"
         )
     family = parts.family
     folder.mkdir(parents=True, exist_ok=True)
@@ -297,14 +317,38 @@ _OF_SCHEDULER: dict[str, tuple[type, ...]] = {
 """Values that we read ourselves."""
 
 
+def _readable_adapters(on_meta: PipelineParts, files: Sequence[Path]) -> dict[str, dict[str, list[Adapter]]] | None:
+    """Read adapters of any format, by network and weight, to merge them into weights as these are read.
+
+    Args:
+        on_meta: Gets the adapters.
+        files: LoRA files that fit it.
+
+    Returns:
+        None if one is not plain LoRA: diffusers has to merge it.
+    """
+    pipeline = on_meta.pipeline()
+    with contextlib.ExitStack() as stack:
+        for network in on_meta.networks.values():
+            stack.enter_context(on_host(network))
+        for file in files:
+            _load_adapters(pipeline, file)
+    found = {name: layer_adapters(network) for name, network in on_meta.networks.items()}
+    return None if None in found.values() else {name: each or {} for name, each in found.items()}
+
+
 def _merge_adapters(parts: PipelineParts, file: Path) -> None:
     """Merge the adapters of a LoRA file into the weights."""
     pipeline = parts.pipeline()
+    _load_adapters(pipeline, file)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+
+
+def _load_adapters(pipeline: Any, file: Path) -> None:
     try:
         with no_progress_bar():
             pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
-            pipeline.fuse_lora()
-            pipeline.unload_lora_weights()
     except Exception as error:  # values of unexpected types raise anything
         raise _misfit(str(file), first_line(error)) from error
 

@@ -23,7 +23,8 @@ from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.quantization.base import Base, quantize_base_
 from sd_lightning.quantization.layers import Int8Conv2d
-from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.quantization.tensor_parallel import check_is_whole
+from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -100,10 +101,11 @@ class Lora:
         """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
 
         Raises:
-            UsageError: No layer matches the names, or a layer is neither linear nor convolutional.
+            UsageError: No layer matches, one is neither linear nor convolutional, or a network is divided.
         """
         from peft import inject_adapter_in_model
 
+        check_is_whole(networks, "Lora.apply_")
         layers = {name: _layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])
@@ -111,7 +113,7 @@ class Lora:
             torch.manual_seed(self.seed)
             for name, network in networks.items():
                 try:
-                    with _on_host(network):
+                    with on_host(network):
                         inject_adapter_in_model(self._config(name, layers[name]), network, adapter_name=_ADAPTER)
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
                     raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
@@ -210,24 +212,24 @@ def _expanded(target: str, layers: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def _on_host(network: nn.Module) -> Iterator[None]:
-    """Replace meta weights by host tensors without storage: peft puts adapters on the device of the weights."""
-    deferred: dict[nn.Parameter, nn.Parameter] = {}
-    modules = list(network.modules())
-    for module in modules:
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                empty = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-                stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                deferred[stand_in] = parameter
-                module._parameters[key] = stand_in
+def on_host(network: nn.Module) -> Iterator[None]:
+    """Replace meta tensors by host tensors without storage: peft puts adapters on the device of the weights."""
+    deferred: dict[Tensor, Tensor] = {}
+    tensors: list[dict[str, Any]] = [each for m in network.modules() for each in (m._parameters, m._buffers)]
+    for each in tensors:
+        for key, tensor in each.items():
+            if tensor is not None and tensor.is_meta:
+                empty = torch.empty((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                each[key] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                deferred[each[key]] = tensor
     try:
         yield
     finally:
-        for module in modules:
-            for key, parameter in module._parameters.items():
-                if parameter in deferred:
-                    module._parameters[key] = deferred[parameter]
+        for each in tensors:
+            for key, tensor in each.items():
+                if tensor in deferred:
+                    each[key] = deferred[tensor]
 
 
 def is_adapter(key: str) -> bool:
@@ -271,6 +273,27 @@ def adapted_weights(network: nn.Module) -> dict[str, float]:
         for name, layer in network.named_modules()
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
     }
+
+
+def layer_adapters(network: nn.Module) -> dict[str, list[Adapter]] | None:
+    """Return the adapters of a network by the plain names of their weights; None if one is not plain LoRA."""
+    found: dict[str, list[Adapter]] = {}
+    for name, module in network.named_modules():
+        layer: Any = module
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            names = list(layer.lora_A)
+            if (
+                layer.lora_variant
+                or getattr(layer, "fan_in_fan_out", False)
+                or any(layer.lora_bias.values())
+                or not names
+            ):
+                return None
+            found[f"{name}.weight"] = [
+                Adapter(layer.lora_A[n].weight.detach(), layer.lora_B[n].weight.detach(), layer.scaling[n])
+                for n in names
+            ]
+    return found
 
 
 def merge(key: str, scale: float, read: Read, *, use_dora: bool = False) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.trace import Trace, rounded
 from sd_lightning.quantization.layers import Int8Linear, int8_layers, to_int8
+from sd_lightning.quantization.tensor_parallel import Division, tensor_parallel
 
 
 @functools.lru_cache(maxsize=4)
@@ -207,6 +209,57 @@ def _images_encoded(model: LatentDiffusion, run: TrainingRun, count: int) -> Tra
         return record(encode)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """What a model does to draw a batch of images, on the meta device."""
+
+    networks: Mapping[str, nn.Module]
+    """Its structure; without LoRA."""
+    traces: Mapping[str, Trace]
+    """Of the text encoders, of a call of the denoiser, and of decoding: "encode", "denoise", "decode"."""
+    held: int
+    """Bytes of latents and encoded captions."""
+
+
+def drawing_passes(
+    model: LatentDiffusion,
+    *,
+    height: int,
+    width: int,
+    batch_size: int,
+    rows: int,
+    dtype: torch.dtype | None = None,
+    vae_tiling: bool = False,
+) -> Drawing:
+    """Trace text encoders, denoiser and VAE decoder, each once; the arguments are those of :func:`inference_bytes`.
+
+    Args:
+        rows: Captions that are encoded together, and samples in a call of the denoiser.
+    """
+    family, twins = model.family, {name: _twin(model, name, dtype) for name in model.networks}
+    denoiser, vae = twins[family.denoiser], twins["vae"]
+    # Inputs stay alive as in a pipeline.
+    batch = meta_batch(model, rows, height=height, width=width)
+    latents = batch["latents"].to(next(denoiser.parameters()).dtype)
+    decoded = model.latent_space.decodable(latents[:batch_size]).to(next(vae.parameters()).dtype)
+
+    def encode() -> None:
+        model.condition(twins, batch)
+
+    def denoise() -> None:
+        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
+
+    def decode() -> None:
+        family.decode(vae, decoded)
+
+    calls, blocks = {"encode": encode, "denoise": denoise, "decode": decode}, blocks_of(twins)
+    with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
+        # As the families cast them for the denoiser: some encoders stay in float32.
+        conditioning = map_conditioning(model.condition(twins, batch), lambda tensor: tensor.to(latents.dtype))
+        held = sum(tensor.nbytes for tensor in (latents, *flat_conditioning(conditioning).values()))
+        return Drawing(twins, {name: record(call, blocks=blocks) for name, call in calls.items()}, held)
+
+
 def inference_bytes(
     model: LatentDiffusion,
     *,
@@ -233,27 +286,12 @@ def inference_bytes(
     Returns:
         Bytes of the weights, and bytes of the peak including the weights.
     """
-    family, twins = model.family, {name: _twin(model, name, dtype) for name in model.networks}
-    counted = model.networks if dtype is None else twins  # only the live networks have LoRA weights
+    size: dict[str, Any] = {"height": height, "width": width, "batch_size": batch_size}
+    # Guidance: with the caption and without.
+    drawing = drawing_passes(model, **size, rows=2 * batch_size, dtype=dtype, vae_tiling=vae_tiling)
+    counted = model.networks if dtype is None else drawing.networks  # only the live networks have LoRA weights
     weights = sum(map(weight_bytes, counted.values()))
-    denoiser, vae = twins[family.denoiser], twins["vae"]
-    # Guidance: with the caption and without. Inputs stay alive as in a pipeline.
-    batch = meta_batch(model, 2 * batch_size, height=height, width=width)
-    latents = batch["latents"].to(next(denoiser.parameters()).dtype)
-    decoded = model.latent_space.decodable(latents[:batch_size]).to(next(vae.parameters()).dtype)
-
-    def encode() -> None:
-        model.condition(twins, batch)
-
-    def denoise() -> None:
-        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
-
-    def decode() -> None:
-        family.decode(vae, decoded)
-
-    with torch.no_grad(), family.decoding_in_tiles(vae, vae_tiling):
-        conditioning = model.condition(twins, batch)
-        return weights, weights + max(record(call).peak() for call in (encode, denoise, decode))
+    return weights, weights + max(trace.peak() for trace in drawing.traces.values())
 
 
 def weight_bytes(network: nn.Module) -> int:
@@ -267,11 +305,20 @@ def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Mo
     if dtype is not None:
         return cast(twin, dtype)
     cast(twin, next(network.parameters()).dtype)
+    parallel, division = tensor_parallel(network), Division()
+    if parallel is not None:
+        division = Division.of(twin, model.tensor_parallel_plan(name), parallel)
     for key, live in int8_layers(network):
         layer = twin.get_submodule(key.replace(".base_layer", ""))  # the twin has no LoRA
         weight, scale = (torch.empty_like(tensor, device="meta") for tensor in (live.weight, live.weight_scale))
         kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
         to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
+    for key, part in division.parts.items():
+        prefix, _, key = key.rpartition(".")
+        layer = twin.get_submodule(prefix)
+        if isinstance(whole := getattr(layer, key), nn.Parameter):
+            setattr(layer, key, nn.Parameter(whole.new_empty(part.shape), requires_grad=False))
+    division.apply_(twin)
     return twin
 
 

@@ -23,6 +23,7 @@ from sd_lightning.quantization.layers import (
     Rows,
     int8_layers,
     quantize_rows,
+    refuse_quantised,
     to_int8,
 )
 
@@ -85,10 +86,6 @@ def quantize_base_(
         for name, layer in network.named_modules()
         if type(layer) in INT8_CLASSES and getattr(layer, "max_norm", None) is None and not matches(EXCLUDED, name)
     }
-    if deferred is not None:
-        names = [name for name, _ in network.named_parameters() if name.removesuffix(".weight") not in chosen]
-        deferred.fill_parameters(network, names)
-        deferred.fill_buffers(network)
     for name, layer in chosen.items():
         weight: Tensor = layer.weight
         is_nf4 = base == "nf4" and type(layer) is nn.Linear and id(layer) in in_blocks and weight.numel() % _BLOCK == 0
@@ -102,6 +99,8 @@ def quantize_base_(
         new = to_int8(layer, quantized, scale, kernel="weight_only", threshold=0.0)
         if is_nf4:
             new.__class__ = NF4Linear
+    if deferred is not None:
+        deferred.fill_(network, torch.device("cpu"), skip={f"{name}.weight" for name in chosen})
     network.requires_grad_(False)
 
 
@@ -119,19 +118,6 @@ def original_shape(layer: Int8Layer) -> tuple[int, ...]:
 def base_bytes(network: nn.Module) -> int:
     """Return the bytes of a network's quantised weights and their scales."""
     return sum(layer.weight.nbytes + layer.weight_scale.nbytes for _, layer in int8_layers(network))
-
-
-def refuse_quantised(network: nn.Module, who: str) -> None:
-    """Refuse a network whose weights are quantised already.
-
-    Raises:
-        UsageError: They are; the message begins with ``who``.
-    """
-    if any(int8_layers(network)):
-        raise UsageError(
-            f"{who}: the weights of {type(network).__name__} are quantised already, so they cannot be trained, nor "
-            "quantised again; load the pipeline in floating point, and train adapters: trainable=lora base=int8"
-        )
 
 
 def _empty(weight: Tensor, *, is_nf4: bool) -> tuple[Tensor, Tensor]:

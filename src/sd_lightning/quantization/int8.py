@@ -14,12 +14,21 @@ from sd_lightning.quantization.casting import cast_
 from sd_lightning.quantization.layers import (
     Int8Layer,
     Int8Linear,
+    Part,
     Rows,
     check_finite_rows,
     int8_layers,
     quantize_rows,
+    refuse_quantised,
     to_float,
     to_int8,
+)
+from sd_lightning.quantization.tensor_parallel import (
+    Division,
+    Plan,
+    TensorParallel,
+    check_division,
+    check_is_whole,
 )
 
 if TYPE_CHECKING:
@@ -144,11 +153,19 @@ class QuantizableModel(Protocol):
     def draws_in_float32(self, name: str) -> bool:
         """Return whether a network overflows in float16, so that it stays in float32."""
 
+    def tensor_parallel_plan(self, name: str) -> Plan:
+        """Return what of a network several processes divide."""
+
 
 Model = TypeVar("Model", bound="QuantizableModel | nn.Module")
 
 
-def quantize_(model: Model, config: Int8 | None = None) -> Model:
+def quantize_(
+    model: Model,
+    config: Int8 | Mapping[str, Int8] | None = None,
+    *,
+    tensor_parallel: TensorParallel | None = None,
+) -> Model:
     """Quantise the weights of a model to int8, in place.
 
     Deferred weights (``LatentDiffusion.from_pretrained(…, deferred=[…])``) are read a few rows at a time and never
@@ -156,54 +173,68 @@ def quantize_(model: Model, config: Int8 | None = None) -> Model:
 
     Args:
         model: A model, or one network. LoRA weights are never quantised.
-        config: Layers to quantise and the kernel; ``Int8()`` if not given.
+        config: Layers to quantise and the kernel; ``Int8()`` if not given. A mapping from networks' names gives each
+            its own, such as :func:`int8_configs`; networks that are not in it stay in floating point.
+        tensor_parallel: Divide the layers of a ``LatentDiffusion`` among processes: this one reads and keeps its part.
+            Every process calls it, and from then on every call of a network is collective. int8 weights and scales
+            are those of one device; a row-wise layer with the kernel bitsandbytes scales activations by its part.
 
     Returns:
         The model. A second call can change ``linear``, ``float_inputs``, ``threshold`` and ``dtype``; with the same
         config it changes nothing.
 
     Raises:
-        UsageError: ``model`` or ``config`` has a wrong type, other layers of the model are in int8 already, a weight
-            is not finite, or a name in the config matches no layer. The model is not changed.
+        UsageError: ``model`` or ``config`` has a wrong type, other layers of the model are in int8 already, or it is
+            the base of adapters, a weight is not finite, a name in the config matches no layer, or the model cannot be
+            divided among the processes. The model is not changed.
     """
     networks = _networks(model, "quantize_")
-    config = Int8() if config is None else config
-    if not isinstance(config, Int8):
-        raise UsageError(
-            f"quantize_ got config={config!r}, a {type(config).__name__}; expected an Int8; write quantize_(model, "
-            "Int8(dtype='float16')), or leave it out for the defaults"
-        )
+    check_is_whole(networks, "quantize_")
     for network in networks.values():
-        _check_stored(network, config)
-    config.check_names([_full(name, key) for name, network in networks.items() for key in _layers(network)])
+        if int8_config(network) is None:
+            refuse_quantised(network, "quantize_")  # the base of adapters
+    configs = config if isinstance(config, Mapping) else dict.fromkeys(networks, Int8() if config is None else config)
+    if not all(isinstance(each, Int8) for each in configs.values()) or configs.keys() - networks.keys():
+        raise UsageError(
+            f"quantize_ got config={config!r}, a {type(config).__name__}; expected an Int8, or one for some of "
+            f"{', '.join(networks)}; write quantize_(model, Int8(dtype='float16')), or leave it out for the defaults"
+        )
+    names = [_full(name, key) for name, network in networks.items() for key in _layers(network)]
+    for name, own in configs.items():
+        _check_stored(networks[name], own)
+        own.check_names(names)
     deferred: dict[str, DeferredWeights] = {} if isinstance(model, nn.Module) else model.deferred
     upcast = set() if isinstance(model, nn.Module) else {name for name in networks if model.draws_in_float32(name)}
-    kinds = {_KINDS[kind] for kind in config.layers}
     chosen = {
         name: {
             key: layer
-            for key, layer in network.named_modules()
-            if type(layer) in kinds
+            for key, layer in networks[name].named_modules()
+            if type(layer) in {_KINDS[kind] for kind in own.layers}
             and "lora_" not in key
             and getattr(layer, "max_norm", None) is None  # such an embedding rescales its weight at each call
-            and not matches(config.exclude, _full(name, key))
+            and not matches(own.exclude, _full(name, key))
         }
-        for name, network in networks.items()
-        if int8_config(network) is None
+        for name, own in configs.items()
+        if int8_config(networks[name]) is None
     }
-    for name, layers in chosen.items():  # all of them, before one is changed
-        _check_finite(layers, deferred.get(name), name)
+    if tensor_parallel is not None:
+        _check_divisible(model, tensor_parallel)
+    _check_finite(chosen, deferred, tensor_parallel)  # before a layer is changed
     for name, network in networks.items():
-        if name in chosen:
-            if name in deferred:  # first, so that fill_parameters converts while it reads
-                cast_rest(network, config, upcast=name in upcast)
-            _quantize_network(network, chosen[name], config, deferred.pop(name, None), name)
-        elif int8_config(network) != config:
+        division = Division()
+        if tensor_parallel is not None and not isinstance(model, nn.Module):
+            division = Division.of(network, model.tensor_parallel_plan(name), tensor_parallel)
+        own = configs.get(name, Int8())
+        if name in deferred:  # first, so that weights are converted while they are read
+            cast_rest(network, own, upcast=name in upcast)
+        _quantize_network(network, chosen.get(name, {}), own, deferred.pop(name, None), name, division.parts)
+        if name in configs and int8_config(network) != own:
             for key, layer in int8_layers(network):
                 if isinstance(layer, Int8Linear):
-                    layer.kernel, layer.threshold = config.kernel(_full(name, key)), config.threshold
-            describe(network, config)
-        cast_rest(network, config, upcast=name in upcast)
+                    layer.kernel, layer.threshold = own.kernel(_full(name, key)), own.threshold
+            describe(network, own)
+        cast_rest(network, own, upcast=name in upcast)
+        division.apply_(network)
     return model
 
 
@@ -217,7 +248,9 @@ def dequantize_(model: Model) -> Model:
 
     The weights keep their int8 rounding; load the model again for the original weights.
     """
-    for network in _networks(model, "dequantize_").values():
+    networks = _networks(model, "dequantize_")
+    check_is_whole(networks, "dequantize_")
+    for network in networks.values():
         for _, layer in list(int8_layers(network)):
             to_float(layer)
         describe(network, None)
@@ -227,6 +260,11 @@ def dequantize_(model: Model) -> Model:
 def int8_config(network: nn.Module) -> Int8 | None:
     """Return the int8 settings of a network; None if it is not quantised."""
     return getattr(network, "int8_config", None)
+
+
+def int8_configs(model: QuantizableModel) -> dict[str, Int8]:
+    """Return the int8 settings of the networks that are quantised."""
+    return {name: own for name, network in model.networks.items() if (own := int8_config(network)) is not None}
 
 
 def int8_record(network: nn.Module) -> dict[str, Any]:
@@ -305,30 +343,78 @@ def _check_stored(network: nn.Module, config: Int8) -> None:
         )
 
 
-def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | None, name: str) -> None:
-    """Raise if a weight is not finite, before any layer changes; deferred weights are read a second time later."""
-    for key, layer in layers.items():
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if weight.numel() and (deferred is not None or not weight.is_meta):
-            rows = row_reader(weight, deferred, f"{key}.weight")
-            check_finite_rows(weight.shape, rows, _full(name, f"{key}.weight"))
+def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> None:
+    if isinstance(model, nn.Module):
+        raise UsageError(
+            f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family "
+            "knows what can be divided; write LatentDiffusion.from_pretrained(<folder>, deferred=['all'])"
+        )
+    adapted = [
+        name for name, network in model.networks.items() if any("lora_" in n for n, _ in network.named_modules())
+    ]
+    if adapted:
+        raise UsageError(
+            f"quantize_ got tensor_parallel for {', '.join(adapted)} with LoRA on top; expected weights alone; save "
+            "the model, which merges its adapters, or give their file to from_pretrained as lora="
+        )
+    check_division(model, parallel.size)
+    if model.deferred or not all(each.is_meta for n in model.networks.values() for each in n.parameters()):
+        parallel.check_joined()
+
+
+def _check_finite(
+    chosen: Mapping[str, Mapping[str, nn.Module]],
+    deferred: Mapping[str, DeferredWeights],
+    parallel: TensorParallel | None,
+) -> None:
+    """Raise if a weight is not finite; deferred weights are read a second time later.
+
+    Each of several processes checks some rows, and all raise the same error.
+    """
+    error, has_values = None, False
+    try:
+        for name, key, layer in ((name, *each) for name, layers in chosen.items() for each in layers.items()):
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            if weight.numel() and (name in deferred or not weight.is_meta):
+                has_values = True
+                rows = row_reader(weight, deferred.get(name), f"{key}.weight")
+                own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
+                check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, f"{key}.weight"))
+    except UsageError as found:
+        error = found
+    if parallel is not None and parallel.size > 1 and has_values:
+        parallel.agree(error)
+    if error is not None:
+        raise error
 
 
 def _quantize_network(
-    network: nn.Module, chosen: Mapping[str, nn.Module], config: Int8, deferred: DeferredWeights | None, name: str
+    network: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    config: Int8,
+    deferred: DeferredWeights | None,
+    name: str,
+    parts: Mapping[str, Part],
 ) -> None:
-    if deferred is not None:
-        names = [key for key, _ in network.named_parameters() if key.removesuffix(".weight") not in chosen]
-        deferred.fill_parameters(network, names)
-        deferred.fill_buffers(network)
+    """Quantise the chosen layers, and read or keep of all tensors only the parts, where there are any."""
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
+        part = parts.get(f"{key}.weight")
         if weight.is_meta and deferred is None:
-            set_structure(network, {key}, config, name)
-            continue
-        quantized, scale = quantize_rows(weight.shape, row_reader(weight, deferred, f"{key}.weight"))
+            quantized = torch.empty(weight.shape if part is None else part.shape, dtype=torch.int8, device="meta")
+            scale = torch.empty(len(quantized), device="meta")
+        else:
+            quantized, scale = quantize_rows(weight.shape, row_reader(weight, deferred, f"{key}.weight"), part)
         to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
-    describe(network, config)
+    quantized_names = {f"{key}.weight" for key in chosen}
+    for tensor_name in parts.keys() - quantized_names:
+        prefix, _, key = tensor_name.rpartition(".")
+        layer = network.get_submodule(prefix)
+        source = getattr(layer, key)
+        values = parts[tensor_name].read(source, row_reader(source, deferred, tensor_name))
+        setattr(layer, key, nn.Parameter(values, requires_grad=False) if isinstance(source, nn.Parameter) else values)
+    if deferred is not None:
+        deferred.fill_(network, torch.device("cpu"), skip={*parts, *quantized_names})
 
 
 def row_reader(weight: Tensor, deferred: DeferredWeights | None, name: str) -> Rows:
@@ -337,7 +423,7 @@ def row_reader(weight: Tensor, deferred: DeferredWeights | None, name: str) -> R
 
     def rows(begin: int, end: int) -> Tensor:
         numel = weight.shape[1:].numel()
-        block = torch.empty((end - begin) * numel)
+        block = torch.empty((end - begin) * numel, dtype=torch.float32 if weight.is_floating_point() else weight.dtype)
         deferred.read(name, block, begin * numel, end * numel)
         return block
 

@@ -8,9 +8,9 @@ parameter is still its compute dtype.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,55 @@ from sd_lightning._errors import UsageError
 Rows = Callable[[int, int], Tensor]
 """(begin, end) -> these rows of a weight, in any floating-point dtype."""
 
+Range = tuple[int, int]
+"""[begin, end)"""
+
 _BLOCK_NUMEL = 2**18
 """Elements converted to float32 at a time: 1 MiB. Larger blocks fragment the heap, which then grows to twice."""
+
+
+class Part(NamedTuple):
+    """Some rows, or some columns of all rows, of a tensor (O, …); rows are along its first dimension."""
+
+    shape: tuple[int, ...]
+    rows: Sequence[Range]
+    columns: Sequence[Range] | None = None
+    """None for all."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> Part:
+        """Return the part with these ranges of the first or second dimension."""
+        length = sum(end - begin for begin, end in ranges)
+        if dim == 0:
+            return cls((length, *shape[1:]), ranges)
+        return cls((shape[0], length), [(0, shape[0])], ranges)
+
+    def blocks(self, rows: Rows, row_numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Read whole rows, a few at a time, and yield their places in the part and their values (N, row_numel)."""
+        step, at = max(1, _BLOCK_NUMEL // max(1, row_numel)), 0
+        for first, last in self.rows:
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                yield slice(at, at + end - begin), rows(begin, end).detach().reshape(end - begin, row_numel)
+                at += end - begin
+
+    def cut(self, block: Tensor) -> Tensor:
+        """Return the columns of the part from whole rows."""
+        return block if self.columns is None else torch.cat([block[:, b:e] for b, e in self.columns], dim=1)
+
+    def read(self, source: Tensor, rows: Rows) -> Tensor:
+        """Return the part of a tensor in memory, on the device of the rows.
+
+        Args:
+            source: Tells dtype and shape of the whole; it may be on the meta device.
+            rows: Returns rows of its values.
+        """
+        values: Tensor | None = None
+        for place, block in self.blocks(rows, source.shape[1:].numel()):
+            if values is None:
+                values = torch.empty(self.shape, dtype=source.dtype, device=block.device)
+            values.view(self.shape[0], -1)[place] = self.cut(block)
+        return torch.empty(self.shape, dtype=source.dtype) if values is None else values
 
 
 class _Scratch(threading.local):
@@ -185,47 +232,55 @@ def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
     return ((name, module) for name, module in network.named_modules() if isinstance(module, Int8Layer))
 
 
-def check_finite_rows(shape: torch.Size, rows: Rows, who: str) -> None:
-    """Check a weight, which :func:`quantize_rows` takes as it is.
+def refuse_quantised(network: nn.Module, who: str) -> None:
+    """Refuse a network whose weights are quantised already.
+
+    Raises:
+        UsageError: They are; the message begins with ``who``.
+    """
+    if any(int8_layers(network)):
+        raise UsageError(
+            f"{who}: the weights of {type(network).__name__} are quantised already, so they cannot be trained, nor "
+            "quantised again; load the pipeline in floating point, and train adapters: trainable=lora base=int8"
+        )
+
+
+def check_finite_rows(part: Part, shape: torch.Size, rows: Rows, who: str) -> None:
+    """Check the rows of a part of a weight, which :func:`quantize_rows` takes as they are.
 
     Raises:
         UsageError: A value is not finite.
     """
-    for begin, end in _blocks(shape):
-        extremes = torch.stack(rows(begin, end).detach().float().aminmax())  # aminmax propagates NaN
+    for _, block in part.blocks(rows, shape[1:].numel()):
+        extremes = torch.stack(block.float().aminmax())  # aminmax propagates NaN
         if not torch.isfinite(extremes).all():
             raise UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
 
 
-def quantize_rows(shape: torch.Size, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Quantise a weight symmetrically per output channel.
+def quantize_rows(shape: torch.Size, rows: Rows, part: Part | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise a weight, or a part of it, symmetrically per output channel.
 
     LLM.int8(), arXiv 2208.07339, equation 2: the largest magnitude of a channel becomes 127.
 
     Args:
         shape: Shape of the weight, (O, …).
         rows: Returns rows of the weight, all finite; called for a few at a time.
+        part: The part to return; the scales are those of whole rows.
 
     Returns:
         The int8 weight and its scales (O,), float32, on the device of the rows.
     """
-    numel = shape[1:].numel()
-    weight = scale = torch.empty(0)
-    for begin, end in _blocks(shape):
-        block = rows(begin, end).detach().reshape(end - begin, numel).float()
-        if begin == 0:
-            weight = torch.empty(shape, dtype=torch.int8, device=block.device)
-            scale = torch.empty(shape[0], device=block.device)
+    part = part or Part.of(shape, 0, [(0, shape[0])])
+    weight, scale = torch.empty(part.shape, dtype=torch.int8), torch.empty(part.shape[0])
+    for place, block in part.blocks(rows, shape[1:].numel()):
+        block = block.float()
+        if weight.device != block.device:
+            weight, scale = (torch.empty_like(each, device=block.device) for each in (weight, scale))
         largest = block.abs().amax(1)
-        scale[begin:end] = torch.where(largest == 0, 1.0, largest / 127)
-        block = (block / scale[begin:end, None]).round_()
-        weight.view(shape[0], numel)[begin:end] = block
+        scale[place] = torch.where(largest == 0, 1.0, largest / 127)
+        block = (block / scale[place, None]).round_()
+        weight.view(part.shape[0], -1)[place] = part.cut(block)
     return weight, scale
-
-
-def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
-    step = max(1, _BLOCK_NUMEL // max(1, shape[1:].numel()))
-    return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
 
 
 def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, threshold: float) -> Int8Layer:

@@ -5,14 +5,19 @@ With sd21's UNet (3.46 GB in float32) on two processes, FSDP2 peaks at 1.76 GB p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sd_lightning.storage.safetensors_file import flat_blocks
 from sd_lightning.storage.streamed_tensor import StreamedTensor
 from sd_lightning.storage.tensor_store import ShardedTensors
+
+_SLICE_NUMEL = 2**18
+"""Elements that adapters are merged into at a time: 1 MiB in float32."""
 
 Local = Callable[[Any], tuple[Tensor, int, int]]
 """Parameter -> this process's shard, and the shard's flat range ``[begin, end)``."""
@@ -21,6 +26,23 @@ Local = Callable[[Any], tuple[Tensor, int, int]]
 def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
     """Return the whole parameter as the shard."""
     return parameter, 0, parameter.numel()
+
+
+class Adapter(NamedTuple):
+    """A low-rank change of a weight (O, …): ``scale * up @ down``, with rows flattened (arXiv 2106.09685)."""
+
+    down: Tensor
+    """(R, …)"""
+    up: Tensor
+    """(O, R, …)"""
+    scale: float
+
+    def add_(self, values: Tensor, begin: int) -> None:
+        """Add the change to a flat range of the weight that begins there."""
+        down, end = self.down.float().flatten(1), begin + values.numel()
+        first, last = begin // down.shape[1], -(-end // down.shape[1])
+        change = (self.up[first:last].float().flatten(1) @ down).view(-1)
+        values.add_(change[begin - first * down.shape[1] :][: values.numel()].to(values.device), alpha=self.scale)
 
 
 class DeferredWeights:
@@ -33,11 +55,15 @@ class DeferredWeights:
         store: The files.
         keys: Name in the network -> key in the files, for every parameter and persistent buffer; renaming parameters
             changes only this mapping.
+        adapters: By key in the files, adapters that are merged into what is read, in float32.
     """
 
-    def __init__(self, store: ShardedTensors, keys: Mapping[str, str]) -> None:
+    def __init__(
+        self, store: ShardedTensors, keys: Mapping[str, str], adapters: Mapping[str, Sequence[Adapter]] | None = None
+    ) -> None:
         self._store = store
         self._keys = dict(keys)
+        self._adapters = dict(adapters or {})
         self._present: dict[str, Tensor] = {}
         """Values, by name, of parameters that are in no file, such as adapters'; set by :meth:`fill_in_turn`."""
 
@@ -47,34 +73,60 @@ class DeferredWeights:
         Args:
             names: Old name -> new name, for all of them.
         """
-        return DeferredWeights(self._store, {names[name]: key for name, key in self._keys.items()})
+        return DeferredWeights(self._store, {names[name]: key for name, key in self._keys.items()}, self._adapters)
+
+    def with_adapters(self, adapters: Mapping[str, Sequence[Adapter]]) -> DeferredWeights:
+        """Return the same weights with adapters, by the weights' names in the network, merged in."""
+        return DeferredWeights(self._store, self._keys, {self._keys[name]: each for name, each in adapters.items()})
 
     def streamed(self, name: str) -> StreamedTensor:
         """Return a weight, by its name in the network, for a writer; call :meth:`close` afterwards."""
-        return self._store.streamed(self._keys[name])
+        stored = self._store.streamed(self._keys[name])
+        is_adapted = self._keys[name] in self._adapters
+        return replace(stored, slices=lambda: self._merged(name, stored)) if is_adapted else stored
+
+    def _merged(self, name: str, stored: StreamedTensor) -> Iterator[Tensor]:
+        for begin in range(0, stored.numel, _SLICE_NUMEL):
+            block = torch.empty(min(_SLICE_NUMEL, stored.numel - begin))
+            self.read(name, block, begin, begin + block.numel())
+            yield block.to(stored.dtype)
 
     def read(self, name: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Fill ``out`` with the flat range ``[begin, end)`` of a weight, by its name in the network."""
         if name in self._present:
             out.copy_(self._present[name].reshape(-1)[begin:end].view_as(out))
             return
-        self._store.read_into(self._keys[name], out, begin, end)
+        key = self._keys[name]
+        if key not in self._adapters:
+            self._store.read_into(key, out, begin, end)
+            return
+        for target in flat_blocks(out.detach(), 0, out.numel(), _SLICE_NUMEL):
+            block = torch.empty(target.shape)
+            self._store.read_into(key, block, begin, begin + block.numel())
+            for adapter in self._adapters[key]:
+                adapter.add_(block.view(-1), begin)
+            target.copy_(block)
+            begin += block.numel()
 
-    def fill_(self, network: nn.Module, device: torch.device, local: Local = whole) -> None:
-        """Allocate memory for meta-device parameters, and read this process's shard of each.
+    def fill_(
+        self, network: nn.Module, device: torch.device, local: Local = whole, *, skip: Collection[str] = ()
+    ) -> None:
+        """Allocate memory for meta-device tensors, and read this process's shard of each parameter.
 
         Args:
             network: The network, sharded or not.
             device: Where the values go.
             local: Returns this process's shard of a parameter.
+            skip: Buffers that have their values.
         """
-        names = [name for name, parameter in network.named_parameters() if parameter.is_meta]
+        parameters = network.named_parameters(remove_duplicate=False)  # which no longer share their memory below
+        names = [name for name, parameter in parameters if parameter.is_meta]
         # Not to_empty: it would also empty tensors that are not on the meta device.
         network._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         with torch.no_grad(), self._store:
             for name in names:
                 self.read(name, *local(network.get_parameter(name)))
-        self.fill_buffers(network)
+        self.fill_buffers(network, skip=skip)
 
     def fill_in_turn(
         self, network: nn.Module, device: torch.device, dtype: torch.dtype | None, *, reading: bool
@@ -106,24 +158,13 @@ class DeferredWeights:
                     yield filled
         self.fill_buffers(network)
 
-    def fill_parameters(self, network: nn.Module, names: list[str]) -> None:
-        """Read some parameters whole into host memory."""
-        with torch.no_grad(), self._store:
-            for name in names:
-                prefix, _, key = name.rpartition(".")
-                parameter = network.get_parameter(name)
-                values = torch.empty_like(parameter, device="cpu")
-                self.read(name, values)
-                filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                network.get_submodule(prefix).register_parameter(key, filled)
-
     def close(self) -> None:
         """Close the files that were opened to read single weights."""
         self._store.close()
 
-    def fill_buffers(self, network: nn.Module) -> None:
-        """Overwrite the persistent buffers with their saved values, and close the files."""
+    def fill_buffers(self, network: nn.Module, *, skip: Collection[str] = ()) -> None:
+        """Overwrite the persistent buffers, except those in ``skip``, with their saved values, and close the files."""
         with torch.no_grad(), self._store:
             for name, buffer in network.named_buffers():
-                if name in self._keys:
+                if name in self._keys and name not in skip:
                     self.read(name, buffer)

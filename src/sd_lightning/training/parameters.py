@@ -12,7 +12,8 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
-from sd_lightning.quantization.base import hide_base_, refuse_quantised
+from sd_lightning.quantization.base import hide_base_
+from sd_lightning.quantization.layers import refuse_quantised
 
 
 def choose_trained(

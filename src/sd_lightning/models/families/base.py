@@ -17,6 +17,8 @@ from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import Encode, LatentSpace, Normal, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames
 from sd_lightning.models.families.sampling import said_once, scheduler_class
+from sd_lightning.models.families.tensor_parallel import TEXT_ENCODERS, published_plan
+from sd_lightning.quantization.tensor_parallel import Plan, Style
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,8 +75,14 @@ class Family(ABC):
     """Guidance of drawing, where none is chosen."""
     no_guidance: float = 1.0
     """The pipeline's ``guidance_scale`` up to which it draws without guidance."""
+    guides_in_turn: bool = False
+    """Whether the pipeline calls the denoiser twice a step for guidance, not once with twice the samples."""
     example_scheduler: str = "DDIMScheduler"
     """A scheduler that the pipeline can sample with, for messages."""
+    divided_layers: Mapping[str, Style] = {}
+    """Layers of the denoiser that several processes divide, beside those of diffusers' plan; see :class:`Plan`."""
+    divided_heads: tuple[str, ...] = ()
+    """Attributes of its attention modules that count heads, where shapes alone do not tell their number."""
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
     """Name endings of the denoiser's layers that get LoRA adapters by default, ``*`` for any number: those of
     diffusers' DreamBooth script for the family."""
@@ -253,6 +261,14 @@ class Family(ABC):
             return bool(getattr(network, "_keep_in_fp32_modules", None))
         config: Any = network.config
         return self.vae_overflows and bool(getattr(config, "force_upcast", False))
+
+    def tensor_parallel_plan(self, name: str, network: nn.Module) -> Plan:
+        """Return what of a network several processes divide."""
+        if self.is_text_encoder(name):
+            return TEXT_ENCODERS
+        if name != self.denoiser:
+            return Plan({})
+        return Plan({**published_plan(network), **self.divided_layers}, self.divided_heads, must_divide=True)
 
     def latent_space(self, vae: Any) -> LatentSpace:
         """Return how a VAE's encoded images become latents, shifted and scaled to about unit variance.

@@ -16,6 +16,7 @@ from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, flux_names
 from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER, VAE
+from sd_lightning.models.families.tensor_parallel import modulation
 from sd_lightning.models.families.transformer import (
     T5,
     T5_TOKENIZER,
@@ -49,6 +50,7 @@ class Flux1(TransformerFamily):
     """
 
     pipeline_class = "FluxPipeline"
+    guides_in_turn = True
     parts = {
         "transformer": Part("diffusers", ("FluxTransformer2DModel",)),
         "vae": VAE,
@@ -63,6 +65,11 @@ class Flux1(TransformerFamily):
     num_inference_steps = 28
     guidance_scale = 3.5
     guidance_option = "true_cfg_scale"
+    divided_layers = modulation(
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
+        "single_transformer_blocks.*.norm.linear",
+    )
     lora_targets = (
         *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
         *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),

@@ -16,6 +16,7 @@ from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import LatentSpace, vae_factor
 from sd_lightning.models.families.lora_names import LoraNames, flux_names
+from sd_lightning.models.families.tensor_parallel import modulation
 from sd_lightning.models.families.transformer import (
     CHAT_TOKENIZER,
     QWEN3,
@@ -46,6 +47,7 @@ class Flux2Klein(ChatFamily):
     """
 
     pipeline_class = "Flux2KleinPipeline"
+    guides_in_turn = True
     parts = {
         "transformer": Part("diffusers", ("Flux2Transformer2DModel",)),
         "vae": Part("diffusers", ("AutoencoderKLFlux2",)),
@@ -54,6 +56,9 @@ class Flux2Klein(ChatFamily):
     }
     pipeline_options = {"is_distilled": False}
     stored_options = {"is_distilled": False}
+    divided_layers = modulation(
+        "double_stream_modulation_img.linear", "double_stream_modulation_txt.linear", "single_stream_modulation.linear"
+    )
     lora_targets = (
         *("to_k", "to_q", "to_v", "to_out.0"),
         *("to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out"),

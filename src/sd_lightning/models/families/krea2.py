@@ -18,6 +18,7 @@ from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.qwen import FILM_VAE, SUFFIX, QwenFamily
+from sd_lightning.models.families.tensor_parallel import attention, modulation
 from sd_lightning.models.families.transformer import CHAT_TOKENIZER, image_positions
 
 SELECT_LAYERS = tuple(range(2, 36, 3))
@@ -61,6 +62,12 @@ class Krea2(QwenFamily):
     stored_options = pipeline_options
     select_layers = SELECT_LAYERS
     lora_names = LoraNames(kohya=_NAMES, comfyui=_NAMES)
+    divided_layers = {
+        **attention("*.attn", "to_q to_k to_v to_gate"),
+        **attention("*.ff", "gate up", "down"),
+        **modulation("time_mod_proj"),
+    }
+    divided_heads = ("num_heads", "num_kv_heads")
     num_inference_steps = 28
     guidance_scale = 4.5
     no_guidance = 0.0  # cond + s * (cond - uncond)

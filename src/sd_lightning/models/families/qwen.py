@@ -33,6 +33,7 @@ class QwenFamily(ChatFamily):
     """Base of a family with the VAE of Qwen-Image and its text around captions; a mask hides padding."""
 
     masks_padding = True
+    guides_in_turn = True
     chat_template: str | None = None
     max_sequence_length = 512 + PREFIX_TOKENS
     prefix, suffix, prefix_tokens = PREFIX, SUFFIX, PREFIX_TOKENS

@@ -15,6 +15,7 @@ from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.qwen import FILM_VAE, QwenFamily
+from sd_lightning.models.families.tensor_parallel import modulation
 from sd_lightning.models.families.transformer import CHAT_TOKENIZER
 
 
@@ -29,6 +30,7 @@ class QwenImage(QwenFamily):
         "tokenizer": CHAT_TOKENIZER,
     }
     guidance_option = "true_cfg_scale"
+    divided_layers = modulation("transformer_blocks.*.img_mod.1", "transformer_blocks.*.txt_mod.1")
 
     def unused_parameters(self, denoiser: nn.Module) -> list[str]:
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}."  # type: ignore[arg-type]

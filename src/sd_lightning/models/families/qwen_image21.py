@@ -20,6 +20,7 @@ from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
 from sd_lightning.models.families.qwen_image import QwenImage
+from sd_lightning.models.families.tensor_parallel import modulation
 
 SLOT_SIZE = 2
 """Side of the squares of an image's tokens that are one token of a chat model that sees; they divide images."""
@@ -47,6 +48,7 @@ class QwenImage21(QwenImage):
         "processor": Part("transformers", ("Qwen3VLProcessor",), loads="PreTrainedTokenizerFast"),
     }
     pipeline_options = stored_options = {"sample_sigmas": None}
+    divided_layers = modulation("modulation.1")
     distilled_by, base_checkpoint = "sample_sigmas", "the base checkpoint, Qwen/Qwen-Image-2.1"
     # The published model is made to draw without guidance.
     num_inference_steps, guidance_scale, patch_size = 40, 1.0, 1

@@ -16,6 +16,7 @@ from sd_lightning.models.families.architecture import Part
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.stable_diffusion import TOKENIZER, VAE
+from sd_lightning.models.families.tensor_parallel import attention, feed_forward, modulation
 from sd_lightning.models.families.transformer import T5, T5_TOKENIZER, TransformerFamily
 
 CLIP = "CLIPTextModelWithProjection"
@@ -55,6 +56,15 @@ class StableDiffusion3(TransformerFamily):
     max_sequence_length = T5_LENGTH
     num_inference_steps = 28
     guidance_scale = 7.0
+    divided_layers = {
+        **attention("transformer_blocks.*.attn"),
+        **attention("transformer_blocks.*.attn", "add_q_proj add_k_proj add_v_proj", "to_add_out"),
+        **attention("transformer_blocks.*.attn2"),
+        **feed_forward("transformer_blocks.*.ff"),
+        **feed_forward("transformer_blocks.*.ff_context"),
+        **modulation("transformer_blocks.*.norm1.linear", "transformer_blocks.*.norm1_context.linear"),
+    }
+    divided_heads = ("heads",)
     lora_targets = (
         *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
         *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),

@@ -16,6 +16,7 @@ from sd_lightning.models.families.architecture import Component, Part
 from sd_lightning.models.families.base import Family, Layout
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.latents import vae_factor
+from sd_lightning.models.families.tensor_parallel import attention, feed_forward
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
 VAE = Part("diffusers", ("AutoencoderKL",))
@@ -29,6 +30,12 @@ class UNetFamily(Family):
     denoiser = "unet"
     block_classes = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
     width_key = "cross_attention_dim"  # the width of the text encoder
+    divided_layers = {
+        **attention("transformer_blocks.*.attn1"),
+        **attention("transformer_blocks.*.attn2"),
+        **feed_forward("transformer_blocks.*.ff", gated=True),
+    }
+    divided_heads = ("heads",)
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return int(components["unet"].config["sample_size"]) * vae_factor(components["vae"].config)

@@ -95,7 +95,7 @@ class TransformerFamily(Family):
         encoders = {name: each for name in self.text_encoders if (each := getattr(pipeline, name)) is not None}
         parts = {self.tokenizer_of(name): getattr(pipeline, self.tokenizer_of(name)) for name in encoders}
         tokenizers = {name: getattr(part, "tokenizer", part) for name, part in parts.items()}
-        device = next(iter(encoders.values())).device
+        device = pipeline._execution_device
         ids = map_conditioning(self.tokenize(tokenizers, captions), lambda t: t.to(device))
         with torch.autocast(device.type, enabled=False):  # as for training
             embeddings = self.embed(encoders, ids)

@@ -18,6 +18,7 @@ from sd_lightning.models.families.base import MASK
 from sd_lightning.models.families.conditioning import Conditioning
 from sd_lightning.models.families.lora_names import LoraNames, block_names
 from sd_lightning.models.families.stable_diffusion import VAE
+from sd_lightning.models.families.tensor_parallel import attention
 from sd_lightning.models.families.transformer import CHAT_TOKENIZER, QWEN3, ChatFamily
 
 MULTIPLE = 32
@@ -45,6 +46,8 @@ class ZImage(ChatFamily):
     }
     width_key = "dim"
     lora_names = _LORA_NAMES
+    divided_layers = {**attention("*.attention"), **attention("*.feed_forward", "w1 w3", "w2")}
+    divided_heads = ("heads",)
     masks_padding = True
     no_guidance = 0.0  # cond + s * (cond - uncond)
     enable_thinking = True

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes.watchdog import EXIT_CODE, FAREWELL, Watchdog, start_watchdog
+from sd_lightning.strategies.processes.watchdog import CONTINUE, EXIT_CODE, FAREWELL, Watchdog, start_watchdog
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class ProcessWatch:
         self._starts = 0
         """Number of earlier watchdogs in the group."""
 
-    def begin(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+    def begin(self, rank: int, world_size: int, timeout_seconds: float, *, remedy: str = CONTINUE) -> None:
         """Start the watchdog unless an earlier strategy did; called by all ranks."""
         is_same, current = self._group is dist.group.WORLD, self._watchdog
         # After an exception on all ranks each watchdog ends in its own time, and the ranks must do the same here.
@@ -49,7 +50,7 @@ class ProcessWatch:
         self._starts = self._starts + 1 if is_same else 0
         self._group = dist.group.WORLD
         store = dist.PrefixStore(f"sd_lightning/watchdog/{self._starts}", distributed_c10d._get_default_store())
-        self._watchdog = start_watchdog(rank, world_size, store, timeout_seconds=timeout_seconds)
+        self._watchdog = start_watchdog(rank, world_size, store, timeout_seconds=timeout_seconds, remedy=remedy)
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
                 thread._child_processes = []  # it would kill this process before the watchdog can say why
@@ -67,10 +68,14 @@ class ProcessWatch:
             return False
         return watchdog.failure.in_collective and watchdog.rank not in watchdog.cause.ranks
 
-    def end(self) -> None:
-        """Stop the watchdog and destroy the process group."""
+    def stop(self) -> None:
+        """Stop the watchdogs of all ranks: from now on ranks may end in any order."""
         if self._watchdog is not None:
             self._watchdog.stop()
+
+    def end(self) -> None:
+        """Stop the watchdog and destroy the process group."""
+        self.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -83,8 +88,38 @@ class ProcessWatch:
             self.end()
 
 
-_WATCH = ProcessWatch()
+WATCH = ProcessWatch()
 """A process has one default group, so one watchdog."""
+
+
+TIMEOUT = timedelta(minutes=30)
+"""Of joining the process group and of collectives, unless a strategy has its own."""
+
+
+@contextmanager
+def joining(rank: int, world_size: int, timeout: timedelta, *, remedy: str = CONTINUE) -> Iterator[None]:
+    """Start the watchdog after the block, which joins the process group.
+
+    Raises:
+        UsageError: The backend's own error, such as two processes on one device; or a process that did not join
+            within the timeout: names this rank, the address and the time.
+    """
+    try:
+        yield
+    except dist.DistBackendError as error:  # NCCL connects in here, when all processes have joined
+        raise UsageError(
+            f"rank {rank} could not connect to the other processes: {_last_line(error)}; give each "
+            "process a device of its own and the same libraries; NCCL_DEBUG=INFO in the environment says more"
+        ) from error
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UsageError(
+            f"rank {rank} waited {timeout.total_seconds():.0f} s at {where} for all {world_size} "
+            f"processes ({str(error).splitlines()[0]}); see the output of the ones that are missing, and whether "
+            "every machine reaches that address"
+        ) from error
+    if world_size > 1:
+        WATCH.begin(rank, world_size, timeout.total_seconds(), remedy=remedy)
 
 
 class WatchedProcesses(ParallelStrategy):
@@ -97,31 +132,9 @@ class WatchedProcesses(ParallelStrategy):
 
     _timeout: timedelta | None
 
-    @contextmanager
-    def joining(self) -> Iterator[None]:
-        """Start the watchdog after the block, which joins the process group.
-
-        Raises:
-            UsageError: The backend's own error, such as two processes on one device; or a process that did not join
-                within the timeout: names this rank, the address and the time.
-        """
-        timeout = self._timeout or timedelta(minutes=30)
-        try:
-            yield
-        except dist.DistBackendError as error:  # NCCL connects in here, when all processes have joined
-            raise UsageError(
-                f"rank {self.global_rank} could not connect to the other processes: {_last_line(error)}; give each "
-                "process a device of its own and the same libraries; NCCL_DEBUG=INFO in the environment says more"
-            ) from error
-        except dist.DistError as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise UsageError(
-                f"rank {self.global_rank} waited {timeout.total_seconds():.0f} s at {where} for all {self.world_size} "
-                f"processes ({str(error).splitlines()[0]}); see the output of the ones that are missing, and whether "
-                "every machine reaches that address"
-            ) from error
-        if self.world_size > 1:
-            _WATCH.begin(self.global_rank, self.world_size, timeout.total_seconds())
+    def joining(self) -> AbstractContextManager[None]:
+        """See :func:`joining`; the timeout is the strategy's."""
+        return joining(self.global_rank, self.world_size, self._timeout or TIMEOUT)
 
     @override
     def setup_environment(self) -> None:
@@ -138,7 +151,7 @@ class WatchedProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        _WATCH.report(exception)
+        WATCH.report(exception)
         super().on_exception(exception)
 
 
@@ -171,27 +184,39 @@ def leave_process_group() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-        _WATCH.end()
+        WATCH.end()
+
+
+def process_group_shutdown(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """See :func:`ending_together`; the trainer may have started processes."""
+
+    def started() -> Iterable[subprocess.Popen[bytes]]:
+        launcher = trainer.strategy.launcher
+        return launcher.procs if isinstance(launcher, _SubprocessScriptLauncher) else ()
+
+    return ending_together(started)
 
 
 @contextmanager
-def process_group_shutdown(trainer: pl.Trainer) -> Iterator[None]:
+def ending_together(started: Callable[[], Iterable[subprocess.Popen[bytes]]]) -> Iterator[None]:
     """Leave the process group after the block, which holds the program's last collective.
 
     Without an exception, all ranks wait for each other, stop the watchdog and destroy the process group; then the
     process that launched the others waits for them. After an exception, this rank tells the others and destroys
     nothing: backends would wait for collectives that never complete.
+
+    Args:
+        started: Returns the processes that this one has started.
     """
     try:
         yield
     except BaseException as error:
-        _WATCH.report(error)
-        if _WATCH.blames_another_rank:
+        WATCH.report(error)
+        if WATCH.blames_another_rank:
             raise SystemExit(EXIT_CODE) from None  # the watchdog has printed the cause in one line
         raise
     leave_process_group()
-    launcher = trainer.strategy.launcher
-    for process in launcher.procs if isinstance(launcher, _SubprocessScriptLauncher) else ():
+    for process in started():
         code = process.wait()
         if code < 0:
             log.warning("process %d was killed by signal %d when all was done", process.pid, -code)

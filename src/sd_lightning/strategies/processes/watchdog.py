@@ -48,6 +48,8 @@ from sd_lightning.strategies.processes.rank_health import (
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 1
+CONTINUE = "continue from the last checkpoint"
+"""What a user does about a rank that died, unless the program says otherwise."""
 listeners: list[Callable[[str], object]] = []
 """Functions that hear why a run ends, for who starts it again; their errors are ignored."""
 GRACE = 3.0  # seconds for other ranks to report the same exception
@@ -64,6 +66,8 @@ class Watchdog(threading.Thread):
         timeout_seconds: A rank that is silent or stuck for 80 % of it ends the run, before the collectives' own
             timeout, which names no rank.
     """
+
+    remedy = CONTINUE
 
     def __init__(self, rank: int, *, timeout_seconds: float) -> None:
         super().__init__(name="sd-lightning-watchdog", daemon=True)
@@ -194,7 +198,7 @@ class Watchdog(threading.Thread):
 
     def _end(self, cause: Cause) -> NoReturn:
         if self.failure is None or self.failure.in_collective:
-            say(f"error: {cause.text}; rank {self.rank} ends the run, continue from the last checkpoint")
+            say(f"error: {cause.text}; rank {self.rank} ends the run, {self.remedy}")
         if self.rank in cause.ranks and self.failure is None:
             faulthandler.dump_traceback(2, all_threads=True)  # where it is stuck; on whatever `sys.stderr` is
         for listener in listeners:
@@ -390,7 +394,9 @@ class Hub(Watchdog):
         return [rank for rank in self._rank_of.values() if self._ranks[rank].failure is None]
 
 
-def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_seconds: float) -> Watchdog | None:
+def start_watchdog(
+    rank: int, world_size: int, store: dist.Store, *, timeout_seconds: float, remedy: str = CONTINUE
+) -> Watchdog | None:
     """Connect this rank to rank 0 and start its watchdog; called by all ranks.
 
     Args:
@@ -398,6 +404,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         world_size: Number of ranks.
         store: Store in which rank 0 publishes its address; not used afterwards.
         timeout_seconds: See :class:`Watchdog`.
+        remedy: What the last line of a run that ends tells its user to do.
 
     Returns:
         The running watchdog; None, after a warning, if rank 0 cannot be reached.
@@ -410,16 +417,20 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         missing = world_size - 1 - hub.gather(min(CONNECT, timeout_seconds / 4))
         if missing:
             log.warning("%d ranks are not watched: they cannot reach rank 0 at %s:%d", missing, host, port)
-        hub.start()
-        return hub
+        return _started(hub, remedy)
     about = json.loads(store.get("address"))
     connection = rank_health.connect(about["host"], about["port"], CONNECT)
     if connection is None:
         log.warning("rank %d is not watched: it cannot reach rank 0 at %s:%d", rank, about["host"], about["port"])
         return None
     spoke = Spoke(rank, timeout_seconds=timeout_seconds, connection=connection, hub=about)
-    spoke.start()
-    return spoke
+    return _started(spoke, remedy)
+
+
+def _started(watchdog: Watchdog, remedy: str) -> Watchdog:
+    watchdog.remedy = remedy
+    watchdog.start()
+    return watchdog
 
 
 def kill(places: list[tuple[str, int]]) -> None:

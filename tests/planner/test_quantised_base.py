@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, SDLightningModule
@@ -14,6 +15,7 @@ from sd_lightning.models.lora import Lora
 from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.quantization.base import base_bytes
+from sd_lightning.quantization.casting import cast_
 from sd_lightning.strategies.base import engine_of
 
 GB = 1e9
@@ -42,6 +44,19 @@ def test_the_forecast_counts_the_bytes_of_the_live_network(architecture: str, ba
     weights = sum(p.numel() for p in live.parameters())
     assert parts["weights"] == 2 * weights < plain["weights"]
     assert parts["activations"] < 1.3 * plain["activations"], "dequantised weights are not kept for backward"
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_class_images_take_the_bytes_of_the_quantised_model(base: Any) -> None:
+    run = TrainingRun(2, 32, lora=Lora(base=base, rank=2), prior_batch_size=2, prior_dtype=torch.float16)
+    found = forecast(LatentDiffusion.build("tiny", device="meta"), run, "auto")
+    (phase,) = (each for each in found.on_device if each.name == "drawing class images")
+    live = LatentDiffusion.build("tiny")
+    for name, network in live.networks.items():
+        cast_(network, live.family.vae_dtype(network, torch.float16) if name == "vae" else torch.float16)
+    Lora(base=base).quantize_base_(live.denoiser)
+    parameters = sum(p.nbytes for network in live.networks.values() for p in network.parameters())
+    assert phase.parts["weights"] == parameters + base_bytes(live.denoiser)
 
 
 @pytest.mark.slow

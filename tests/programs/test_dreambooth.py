@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from glyph import write_photos
 from refusals import call, contents, refuse
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
-from sd_lightning.apps import dreambooth
+from sd_lightning.apps import class_images, dreambooth
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.lora import WEIGHTS_NAME
+from sd_lightning.quantization.base import NF4Linear
+from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.storage import checkpoint
 from small_training import assert_bitwise_equal
 
@@ -381,6 +383,30 @@ def test_class_images_are_drawn_with_the_weights_of_a_lightning_checkpoint(folde
     (expected,) = generate(LatentDiffusion.from_pretrained("base"), ["a handwritten digit"], seeds=[0], options=options)
     with Image.open(path) as image:
         assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
+
+
+def test_class_images_are_drawn_with_the_quantised_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In full precision they would take more memory than the training."""
+    draw, models = class_images.draw, []
+
+    def noted(model: LatentDiffusion, *args: Any, **options: Any) -> None:
+        models.append(model)
+        draw(model, *args, **options)
+
+    monkeypatch.setattr(class_images, "draw", noted)
+    command = f"{DREAMBOOTH} 'class_prompts=[a handwritten digit]' num_class_images=2 max_train_steps=1 init_from=base "
+    assert call(f"{command} trainable=lora base=nf4 output_dir=nf4 class_data_dir=nf4-pictures") == 0
+    (model,) = models
+    assert not model.deferred and any(type(layer) is NF4Linear for _, layer in int8_layers(model.denoiser))
+    options = SamplingOptions(num_inference_steps=1, guidance_scale=3.0)
+    (expected,) = generate(model, ["a handwritten digit"], seeds=[0], options=options, device=torch.device("cpu"))
+    pictures = sorted((folder / "nf4-pictures").rglob("*.png"))
+    with Image.open(pictures[0]) as image:
+        assert np.array_equal(image, expected)
+    assert call(f"{command} trainable=lora output_dir=plain class_data_dir=plain-pictures") == 0
+    assert not any(int8_layers(models[1].denoiser))
+    with Image.open(pictures[0]) as ours, Image.open(min((folder / "plain-pictures").rglob("*.png"))) as theirs:
+        assert 0 < np.abs(np.asarray(ours, float) - np.asarray(theirs, float)).mean() < 16
 
 
 def test_class_images_of_another_model_are_named_once(

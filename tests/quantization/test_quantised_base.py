@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.loading import check_pretrained
 from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, is_adapter
-from sd_lightning.quantization import quantize_
-from sd_lightning.quantization.base import NF4Linear, base_bytes, quantize_base_
+from sd_lightning.quantization import Int8, dequantize_, quantize_
+from sd_lightning.quantization.base import NF4Linear, base_bytes, hide_base_, quantize_base_
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Linear, int8_layers
+from sd_lightning.quantization.tensor_parallel import TensorParallel
+from sd_lightning.storage.checkpoint import load_lightning_checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
 from small_models import TINY_TRANSFORMERS, few_blocks
@@ -222,18 +227,115 @@ def test_dora_is_merged_as_diffusers_does(folder: Path, tmp_path: Path) -> None:
         assert not torch.allclose(unet[key].read().float(), theirs[key], atol=1e-6)
 
 
-def test_a_run_is_resumed_on_the_same_base_only(folder: Path, tmp_path: Path) -> None:
-    run, lora = tmp_path / "run", Lora(base="nf4", rank=2)
+@pytest.mark.parametrize(("base", "other"), [("nf4", "int8"), ("int8", None)])
+def test_a_run_is_resumed_on_the_same_base_only(base: Any, other: Any, folder: Path, tmp_path: Path) -> None:
+    run, lora = tmp_path / "run", Lora(base=base, rank=2)
     whole = small.Saving(run, (2,))
     small.fit(on_base(folder, lora), small.data(), 4, whole)
     checkpoint = run / "checkpoints/step-00000002"
-    other = small.Saving(tmp_path / "other", resume=checkpoint)
-    with pytest.raises(UsageError, match=r"lora.base=int8, but the checkpoint's run used lora.base=nf4"):
-        small.fit(on_base(folder, Lora(base="int8", rank=2)), small.data(), 4, other)
+    refused = small.Saving(tmp_path / "other", resume=checkpoint)
+    with pytest.raises(
+        UsageError, match=rf"lora.base={other or 'null'}, but the checkpoint's run used lora.base={base}.*init_from"
+    ):
+        small.fit(on_base(folder, Lora(base=other, rank=2)), small.data(), 4, refused)
     rest = small.Saving(tmp_path / "rest", resume=checkpoint)
     small.fit(on_base(folder, lora), small.data(), 4, rest)
     assert rest.last_saved is not None and whole.last_saved is not None
     small.assert_bitwise_equal(rest.last_saved, whole.last_saved)
+
+
+@pytest.mark.parametrize("other", ["int8", None])
+def test_a_new_run_begins_with_the_adapters_of_another_base_merged(other: Any, folder: Path, tmp_path: Path) -> None:
+    first, second = small.Saving(tmp_path / "first"), small.Saving(tmp_path / "second")
+    small.fit(on_base(folder, Lora(base="nf4", rank=2)), small.data(), 3, first)
+    assert first.last_saved is not None
+    module = on_base(first.last_saved / "pipeline", Lora(base=other, rank=2))
+    merged = LatentDiffusion.from_pretrained(first.last_saved / "pipeline").denoiser.state_dict()
+    assert len(list(int8_layers(module.denoiser))) == (0 if other is None else 47)
+    small.fit(module, small.data(), 1, second)
+    assert second.last_saved is not None
+    written = load_file(second.last_saved / "pipeline/unet/diffusion_pytorch_model.safetensors")
+    before = load_file(folder / "unet/diffusion_pytorch_model.safetensors")
+    assert all(torch.allclose(written[key].float(), merged[key], atol=1e-3) for key in merged)
+    assert any((written[key].float() - before[key].float()).abs().max() > 1e-3 for key in merged)
+
+
+def test_a_checkpoint_of_lightnings_gives_adapters_to_the_same_layers_only(folder: Path, tmp_path: Path) -> None:
+    def module(**lora: Any) -> SDLightningModule:
+        model = LatentDiffusion.from_pretrained(folder)  # as a run that starts from such a file
+        return small.module(model, lora=Lora(rank=2, **lora) if lora else None, train_text_encoder=False)
+
+    trained = module(base="nf4")
+    small.fit(trained, small.data(), 2).save_checkpoint(tmp_path / "nf4.ckpt")
+    for base in BASES:
+        started = module(base=base)
+        load_lightning_checkpoint(tmp_path / "nf4.ckpt", started)
+        ours, theirs = small.weights(started), small.weights(trained)
+        assert small.same(ours, theirs) and any(is_adapter(name) for name in ours)
+        small.fit(started, small.data(), 1)
+    small.fit(module(), small.data(), 1).save_checkpoint(tmp_path / "full.ckpt")
+    for file, other in (("nf4", {}), ("nf4", {"base": None}), ("full", {"base": "nf4"})):
+        with pytest.raises(
+            UsageError, match=rf"init_from=.*{file}.ckpt: .* of another model.*Give.* trainable=, base="
+        ):
+            load_lightning_checkpoint(tmp_path / f"{file}.ckpt", module(**other))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_draws_from_host_memory_and_is_restored_to_floating_point(base: Any) -> None:
+    model = few_blocks(seed=1)
+    quantize_base_(model.denoiser, base, blocks=repeated_blocks(model.denoiser).values())
+    options = SamplingOptions(num_inference_steps=2)
+    drawn = [
+        np.asarray(
+            generate(model, ["three"], seeds=[0], options=options, device=torch.device("cpu"), offload=offload)[0]
+        )
+        for offload in (None, "blocks")
+    ]
+    assert np.array_equal(*drawn) and drawn[0].std() > 1
+    weights = {name: layer.dequantized(torch.float32) for name, layer in int8_layers(model.denoiser)}
+    hide_base_(model.denoiser)
+    dequantize_(model)
+    state = model.denoiser.state_dict()
+    assert weights and all(torch.equal(state[f"{name}.weight"], weight) for name, weight in weights.items())
+    assert state.keys() == few_blocks(seed=1).denoiser.state_dict().keys()
+
+
+def test_a_base_is_neither_divided_quantised_again_nor_saved_as_it_is(tmp_path: Path) -> None:
+    model = few_blocks(seed=1)
+    quantize_base_(model.denoiser, "nf4", blocks=repeated_blocks(model.denoiser).values())
+    for options in ({}, {"config": {"vae": Int8()}, "tensor_parallel": TensorParallel(0, 1)}):
+        with pytest.raises(UsageError, match="quantize_: the weights of UNet2DConditionModel are quantised already"):
+            quantize_(model, **options)
+    assert not any(int8_layers(model.vae))
+    with pytest.raises(UsageError, match="save_pretrained: unet is quantised.* take the folder pipeline/"):
+        model.save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", BASES)
+def test_a_gpu_trains_as_the_cpu(base: Any, folder: Path) -> None:
+    found = {}
+    for accelerator in ("cpu", "cuda"):
+        module = on_base(folder, Lora(base=base, rank=2, use_dora=True))
+        losses = Losses()
+        small.fit(module, small.data(), 2, losses, accelerator=accelerator)
+        found[accelerator] = losses.losses, {k: v.cpu() for k, v in small.weights(module).items() if is_adapter(k)}
+        layers = [layer for _, layer in int8_layers(module.denoiser)]
+        assert any(isinstance(layer, NF4Linear) for layer in layers) == (base == "nf4")
+    (expected, theirs), (losses_there, ours) = found.values()
+    assert losses_there == pytest.approx(expected, rel=1e-4)
+    errors = torch.cat([(ours[key] - theirs[key]).flatten() for key in theirs])
+    assert errors.square().mean().sqrt() < 1e-4, "of steps of 2e-3"
+
+
+class Losses(small.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
 
 
 BAD: list[tuple[str, Callable[[LatentDiffusion], Any]]] = [

@@ -77,7 +77,9 @@ def test_other_trained_networks_are_named(name: str, train_text_encoder: bool, f
     with pytest.raises(UsageError, match=first) as refused:
         checkpoint.load_lightning_checkpoint(saved / f"{name}.ckpt", module)
     assert str(refused.value).startswith(f"init_from={saved / name}.ckpt: the checkpoint is of another model; ")
-    assert str(refused.value).endswith("Give the model= and module.train_text_encoder of the run that saved it")
+    assert str(refused.value).endswith(
+        "Give the model=, trainable=, base= and module.train_text_encoder of the run that saved it"
+    )
     assert small_training.same(small_training.weights(module), before)
 
 

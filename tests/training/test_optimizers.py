@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import small_training as small
+from composing import Compose
 from sd_lightning import SDLightningModule, UsageError
+from sd_lightning.apps.preflight import check_optimizer
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.lora import Lora
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.training.optimizers import prodigy, schedule_free_adamw
@@ -71,6 +74,18 @@ def test_they_need_whole_weights() -> None:
     module = small.module(optimizer=prodigy)
     with pytest.raises(UsageError, match="GeminiStrategy got Prodigy.*strategy=ddp"):
         small.fit(module, small.data(), 1, strategy=GeminiStrategy())
+
+
+@pytest.mark.parametrize(("name", "words"), [("prodigy", "Prodigy"), ("schedule_free", "AdamWScheduleFree")])
+@pytest.mark.parametrize(("strategy", "who"), [("gemini", "GeminiStrategy"), ("fsdp", r"FSDP\w*")])
+def test_that_is_found_before_anything_is_read(
+    name: str, words: str, strategy: str, who: str, compose: Compose
+) -> None:
+    pytest.importorskip({"prodigy": "prodigyopt", "schedule_free": "schedulefree"}[name])
+    options = (f"optimizer={name}", "trainable=lora", "base=nf4", "trainer.accelerator=cpu")
+    with pytest.raises(UsageError, match=rf"{who} got {words}, which needs all weights whole.*strategy=ddp or single"):
+        check_optimizer(RunSpec.of(compose("train", f"strategy={strategy}", *options)))
+    check_optimizer(RunSpec.of(compose("train", "strategy=ddp", *options)))
 
 
 @pytest.mark.parametrize(("name", "build"), [("prodigy", prodigy), ("schedule_free", schedule_free_adamw)])

@@ -312,7 +312,7 @@ def predict_memory(spec: RunSpec) -> Forecast | None:
 
 
 def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPicture], base: str) -> None:
-    """Draw class images with the model that the run starts from."""
+    """Draw class images with the model that the run starts from, with its quantised base if it has one."""
     sampling: SamplingOptions = spec.build("sampling", batch_size=spec["sample_batch_size"])
     model = load_base(spec)
     log.info("class images: drawing %d of %d in %s", len(missing), spec["num_class_images"], spec["class_data_dir"])
@@ -323,6 +323,8 @@ def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPictu
         for name, network in model.networks.items():  # a VAE that overflows in float16 is not cast
             kept = model.family.vae_dtype(network, dtype) if name == "vae" else dtype
             cast_(network, kept)
+    if spec.lora is not None and spec.lora.base is not None and not spec.starts_from_lightning:  # that is quantised
+        spec.lora.quantize_base_(model.denoiser, model.deferred.pop(model.family.denoiser, None))
     model.read_deferred(device)
     class_images.draw(model, missing, options=sampling, device=device, source=base)
 

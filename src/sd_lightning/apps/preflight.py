@@ -309,7 +309,11 @@ def _check_step(spec: RunSpec, optimizer: torch.optim.Optimizer) -> None:
     """Take a trial step with an optimizer that will run on the CPU: some settings fail only there."""
     import torch
 
+    from sd_lightning.training.optimizers import TwoSidedOptimizer
+
     try:
+        if isinstance(optimizer, TwoSidedOptimizer):
+            optimizer.train()
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]

@@ -31,6 +31,7 @@ from sd_lightning.models.families import Architecture, Component, Family, contra
 from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import adapted_weights, check_settings, layer_adapters, merged_state_dict, on_host
+from sd_lightning.models.lora_base import compare_bases
 from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
@@ -149,6 +150,7 @@ def load_parts(
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
+    bases: dict[Path, dict[str, list[float]]] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
         raise UsageError(f"lora={lora}: {root} has these adapters already; leave lora out")
@@ -156,7 +158,7 @@ def load_parts(
     if files:  # before weights are read
         on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
         for file in files:
-            check_settings(file)
+            bases[file] = check_settings(file)
             _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
     adapters = _readable_adapters(on_meta, files) if files and deferred else None
 
@@ -179,9 +181,11 @@ def load_parts(
             return network, described
         if name in family.named(deferred) and (not files or adapters is not None):
             network, described, unread = defer_network(component, root / name, variant=variant)
+            compare_bases(bases, root, name, network, unread)
             weights[name] = unread.with_adapters(adapters[name]) if adapters is not None else unread
             return network, described
         network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
+        compare_bases(bases, root, name, network, None)
         for weight, several in adapters[name].items() if adapters is not None else ():
             for each in several:
                 each.add_(network.get_parameter(weight).data.view(-1), 0)

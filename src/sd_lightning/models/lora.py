@@ -38,6 +38,8 @@ SCALE = "sd_lightning_lora_scale"
 """Key of the header: ``alpha / rank`` of the training, which the file's ``lora_B`` include."""
 BASE = "sd_lightning_lora_base"
 """Key of the header: what the frozen weights were quantised to in the training, if they were."""
+BASE_VALUES = "sd_lightning_lora_base_values"
+"""Key of the header: the first values of some of the weights that the adapters were trained on, by name."""
 _ADAPTER = "default"
 _MAGNITUDE = "lora_magnitude_vector"
 _KEY = re.compile(rf"(?P<network>\w+)\.(?P<layer>.+)\.(lora_[AB]\.weight|{_MAGNITUDE})")
@@ -120,7 +122,14 @@ class Lora:
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 
-    def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
+    def write(
+        self,
+        file: Path,
+        layers: Mapping[str, Mapping[str, Tensor]],
+        components: Mapping[str, Component],
+        *,
+        base_values: Mapping[str, Sequence[float]] | None = None,
+    ) -> str:
         """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.
 
         The weights of ``lora_B`` include ``alpha / rank``, so that programs that do not read the metadata (ComfyUI)
@@ -130,6 +139,7 @@ class Lora:
             file: Path of the file.
             layers: By network, the adapters' weights by their names in memory.
             components: Records of the networks.
+            base_values: The first values of some weights of the base, by network and name: ``unet.conv_in.weight``.
 
         Returns:
             The SHA-256 of the file.
@@ -144,6 +154,7 @@ class Lora:
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
         metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(self._scale)}
         metadata |= {} if self.base is None else {BASE: self.base}
+        metadata |= {BASE_VALUES: json.dumps(base_values)} if base_values else {}
         return write_tensors(file, tensors, metadata=metadata)
 
     def _check_targets(self, name: str, network: nn.Module, layers: Iterable[str]) -> None:
@@ -327,15 +338,20 @@ def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
     return {plain: merged(key) if key in adapted else state[key] for plain, key in plain_names(state).items()}
 
 
-def check_settings(path: Path) -> None:
+def check_settings(path: Path) -> dict[str, list[float]]:
     """Check the settings of adapters before diffusers gives them to peft, which imports modules that some name.
+
+    Returns:
+        The first values of some weights that the adapters were trained on, by network and name; none if not recorded.
 
     Raises:
         UsageError: The file is damaged, or a setting is none of plain LoRA.
     """
     try:
-        settings = parse_json(LoraFile.read(path).metadata.get(METADATA, "{}"))
+        metadata = LoraFile.read(path).metadata
+        settings, base = (parse_json(metadata.get(key, "{}")) for key in (METADATA, BASE_VALUES))
         unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
+        base_values = {str(key): [float(value) for value in values] for key, values in base.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: its metadata cannot be read ({error}); copy the file again") from error
     from peft import LoraConfig
@@ -347,6 +363,7 @@ def check_settings(path: Path) -> None:
                 f"{path}: its metadata has {key}={str(value)[:80]}, which is no setting of plain LoRA; copy the file "
                 "again, or save the adapters without it"
             )
+    return base_values
 
 
 class AdaptedLayer(NamedTuple):

@@ -351,10 +351,14 @@ class Forecaster:
 
     @cached_property
     def _class_images(self) -> Parts:
-        """The whole model in the dtype of class images, and the activations of drawing them."""
+        """The whole model in the dtype of class images, or its quantised base, and the activations of drawing them."""
         model, dtype = self.model, self.run.prior_dtype
         vae_dtype = model.family.vae_dtype(model.vae, dtype)
         weights = self._bytes_of(model.networks, dtype)
+        if self._frozen_bytes:
+            denoiser = model.family.denoiser
+            own = sum(w.numel for w in self.workload.weights if w.name.startswith(f"{denoiser}.") and not w.is_trained)
+            weights += self._frozen_bytes + dtype.itemsize * own - self._bytes_of([denoiser], dtype)
         drawn = self._drawing(self.run.prior_batch_size, dtype, vae_dtype)
         return {"weights": weights, "activations": drawn, "allowance": DEVICE_ALLOWANCE}
 

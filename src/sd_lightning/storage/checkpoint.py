@@ -294,8 +294,8 @@ def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -
     if differing:
         raise UsageError(
             f"init_from={path}: the checkpoint is of another model; {len(differing)} of {len(ours)} tensors differ: "
-            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
-            "module.train_text_encoder of the run that saved it"
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model=, trainable=, "
+            "base= and module.train_text_encoder of the run that saved it"
         )
     module.load_state_dict(weights)
 

@@ -34,6 +34,8 @@ from sd_lightning.strategies.base import is_whole
 
 _SAMPLE = 64
 """Number of values of each frozen weight to compare; another model differs in nearly all of them."""
+_BASE_WEIGHTS, _BASE_VALUES = 16, 4
+"""Number of weights, at most, and of values of each, that a file of adapters tells of its base."""
 
 
 class AdaptedModel(Protocol):
@@ -73,7 +75,7 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
         parts["lora.alpha"] = lora.effective_alpha
         parts["lora.target_modules"] = lora.target_modules and sorted(lora.target_modules)
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
-        parts["lora.base"] = lora.base
+        parts["lora.base"] = lora.base or "null"  # None would be left open
         parts["lora.use_dora"] = lora.use_dora
     parts["learn_token"] = learned_token is not None
     if learned_token is not None:
@@ -238,16 +240,17 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
                 path = f"pipeline/{file.as_posix()}"
                 (tmp / path).unlink(missing_ok=True)  # a link, if adapters were not merged before the resume
                 digests[path] = write_streamed(tmp / path, sources)
-            if name in originals:
-                originals[name].close()
         if lora is not None and not lora.merge:
             path = f"pipeline/{LORA_NAME}"
             adapters = {name: each.adapters() for name, each in weights.items()}
-            digests[path] = lora.write(tmp / path, adapters, component_of)
+            base = {k: v for name, each in networks.items() for k, v in weights[name].base_values(name, each).items()}
+            digests[path] = lora.write(tmp / path, adapters, component_of, base_values=base)
         if word is not None:
             path = f"pipeline/{WORD_NAME}"
             rows = {name: weights[name].last_row(key) for name, key in word.names(networks).items()}
             digests[path] = word.write(tmp / path, rows, module.latent_diffusion.family)
+    for files in originals.values():
+        files.close()
     return digests
 
 
@@ -317,6 +320,14 @@ class _Weights:
             for key, scale in adapted_weights(network).items()
             for source in [self.source(key)]
         }
+
+    def base_values(self, name: str, network: nn.Module) -> dict[str, list[float]]:
+        """Return the first values of some weights that have adapters, by network and plain name."""
+        adapted = adapted_weights(network)
+        plain = [key for key, live in self.plain.items() if live in adapted]
+        chosen = plain[:: -(-len(plain) // _BASE_WEIGHTS) or 1]
+        first = {key: next(self.source(self.plain[key]).slices()).reshape(-1)[:_BASE_VALUES].tolist() for key in chosen}
+        return {f"{name}.{key}": [float(f"{value:.5g}") for value in values] for key, values in first.items()}
 
     def adapters(self) -> dict[str, Tensor]:
         return {key: self.load(key) for key in self.state if is_adapter(key)}

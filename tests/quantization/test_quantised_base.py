@@ -244,6 +244,52 @@ def test_a_run_is_resumed_on_the_same_base_only(base: Any, other: Any, folder: P
     small.assert_bitwise_equal(rest.last_saved, whole.last_saved)
 
 
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("base", BASES)
+def test_a_run_is_resumed_on_the_same_weights_only(base: Any, deferred: bool, folder: Path, tmp_path: Path) -> None:
+    def module(of: Path) -> SDLightningModule:
+        model = LatentDiffusion.from_pretrained(of, deferred=["denoiser"])
+        if not deferred:
+            model.read_deferred(torch.device("cpu"))
+        return small.module(model, lora=Lora(base=base, rank=2), train_text_encoder=False)
+
+    other, file = tmp_path / "other", Path("unet/diffusion_pytorch_model.safetensors")
+    shutil.copytree(folder, other)
+    weights = load_file(other / file)
+    name = next(key for key in weights if key.endswith("to_q.weight"))
+    save_file(weights | {name: weights[name] * 1.5}, other / file)
+    small.fit(module(folder), small.data(), 1, small.Saving(tmp_path / "run", (1,)))
+    checkpoint = tmp_path / "run/checkpoints/step-00000001"
+    what = "unet before it is quantised" if deferred else "unet as quantised"
+    with pytest.raises(UsageError, match=f"the frozen weights of {what} are not those.*model.pretrained="):
+        small.fit(module(other), small.data(), 2, small.Saving(tmp_path / "rest", resume=checkpoint))
+    small.fit(module(folder), small.data(), 2, small.Saving(tmp_path / "rest", resume=checkpoint))
+
+
+class Deletes(small.Callback):
+    """Deletes the folder that a model was read from, during the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_run_needs_the_folder_of_its_model_at_the_start_only(merge: bool, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "source")
+    saving, file = small.Saving(tmp_path / "run", (1,)), "unet/diffusion_pytorch_model.safetensors"
+    module = on_base(tmp_path / "source", Lora(base="nf4", rank=2, merge=merge))
+    small.fit(module, small.data(), 2, Deletes(tmp_path / "source"), saving)
+    assert saving.last_saved is not None and not (tmp_path / "source").exists()
+    before, after = load_file(folder / file), load_file(saving.last_saved / "pipeline" / file)
+    same = [torch.equal(before[key], after[key]) for key in before]
+    assert all(same) != merge and any(same)
+    links = (saving.last_saved / "pipeline" / file).stat().st_nlink
+    assert links == (1 if merge else 3), "the run's folder, two checkpoints: one copy on the disk"
+
+
 @pytest.mark.parametrize("other", ["int8", None])
 def test_a_new_run_begins_with_the_adapters_of_another_base_merged(other: Any, folder: Path, tmp_path: Path) -> None:
     first, second = small.Saving(tmp_path / "first"), small.Saving(tmp_path / "second")

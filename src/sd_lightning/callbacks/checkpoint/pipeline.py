@@ -1,12 +1,14 @@
 """What a checkpoint holds of a latent-diffusion model, beside the state that it has of any LightningModule.
 
 In ``pipeline/`` trained weights are streamed from the state just written; the rest is hard-linked to the run's folder:
-``frozen/`` has the parts that are not trained, ``frozen-weights/`` the weights within trained networks that are not.
+``frozen/`` has the parts that are not trained and a quantised base's original weights, ``frozen-weights/`` what else is
+not trained within trained networks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -18,17 +20,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families import Component
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, is_magnitude, merge, plain_names
 from sd_lightning.quantization.base import original_shape
-from sd_lightning.quantization.layers import int8_layers
+from sd_lightning.quantization.layers import Int8Layer, int8_layers
 from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import bytes_of
-from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.storage.streamed_tensor import StreamedTensor, file_tensors, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies.base import is_whole
 
@@ -116,11 +119,14 @@ def fingerprints(module: PipelineModule) -> dict[str, str]:
     """Return a digest of the first values of each frozen weight, by network, and by dtype unless it is float32.
 
     The dtype is that of the file, or what an encoder was cast to since. Networks that are sharded are left out, and
-    trained ones that are not in float32: engines round those.
+    trained ones that are not in float32: engines round those. A quantised base has a digest of its own.
     """
     model, trained = module.latent_diffusion, module.trained_networks()
     digests = {}
     for name, network in model.networks.items():
+        if base := dict(int8_layers(network)):
+            originals = model.originals.get(name)
+            digests[f"{name} {'as' if originals is None else 'before it is'} quantised"] = _base_digest(base, originals)
         weights = {k: p for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
         dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
         is_float32 = dtypes == ["float32"]
@@ -134,6 +140,21 @@ def fingerprints(module: PipelineModule) -> dict[str, str]:
             deferred.close()
         digests[name if is_float32 else f"{name} in {' and '.join(dtypes)}"] = digest.hexdigest()
     return digests
+
+
+def _base_digest(layers: Mapping[str, Int8Layer], originals: DeferredWeights | None) -> str:
+    """Return a digest of the first values of quantised layers, or of what they were, if files have that."""
+    digest = hashlib.sha256()
+    for key, layer in layers.items():
+        if originals is None:
+            values = torch.cat([_first_values(key, each, None).float() for each in (layer.weight, layer.weight_scale)])
+        else:
+            values = torch.empty(min(_SAMPLE, math.prod(original_shape(layer))))
+            originals.read(f"{key}.weight", values, 0, len(values))
+        digest.update(bytes_of(values))
+    if originals is not None:
+        originals.close()
+    return digest.hexdigest()
 
 
 def _first_values(key: str, weight: Tensor, deferred: DeferredWeights | None) -> Tensor:
@@ -185,7 +206,7 @@ def write_frozen_weights(run_dir: Path, module: PipelineModule) -> None:
         if not frozen or not all(is_whole(weight) for weight in frozen.values()):
             continue
         if name in module.latent_diffusion.originals:
-            continue  # a quantised base: pipelines take all of its weights from the files
+            continue  # a quantised base: `write_frozen_parts` copies its files
         deferred = module.latent_diffusion.deferred.get(name)
         path = frozen_weights_file(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,9 +221,24 @@ def _frozen_tensor(key: str, weight: Tensor, deferred: DeferredWeights | None) -
 
 
 def write_frozen_parts(run_dir: Path, module: PipelineModule) -> None:
-    """Save the pipeline without the trained networks' weights; all checkpoints of the run share it."""
+    """Save the pipeline without the trained networks' weights; all checkpoints of the run share it.
+
+    What a quantised network was is copied from its files, which may be deleted or changed during the run.
+    """
+    model, networks = module.latent_diffusion, module.trained_networks()
     with checkpoint.naming_full_disk(run_dir, 0), atomic.new_folder(run_dir / "frozen") as tmp:
-        module.latent_diffusion.save_pretrained(tmp, skip=tuple(module.trained_networks()))
+        model.save_pretrained(tmp, skip=tuple(networks))
+        for name, files in model.originals.items():
+            plain = _names(networks[name])
+            keys = model.components[name].file_keys(plain)
+            with closing(files):
+                path = tmp / name / model.components[name].weights_file
+                write_streamed(path, {keys[key]: files.streamed(live) for key, live in plain.items()})
+
+
+def _names(network: nn.Module) -> dict[str, str]:
+    """Map the plain names of a network's weights, those of a quantised base too, to their names in memory."""
+    return plain_names([*network.state_dict(keep_vars=True), *(f"{key}.weight" for key, _ in int8_layers(network))])
 
 
 def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged: bool) -> dict[str, str]:
@@ -222,16 +258,14 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
     networks = module.trained_networks()
     digests = {}
     with ShardedTensors(tmp / "state") as store:
-        originals = module.latent_diffusion.originals
         weights = {
-            name: _Weights(store, run_dir, name, network, averaged, originals.get(name))
+            name: _Weights(store, run_dir, name, network, averaged, component_of[name])
             for name, network in networks.items()
         }
         atomic.hard_link_tree(run_dir / "frozen", tmp / "pipeline")
         for name, network in networks.items():
             file = Path(name, component_of[name].weights_file)
-            plain = weights[name].plain
-            keys = component_of[name].file_keys(plain)
+            plain, keys = weights[name].plain, weights[name].keys
             merged = weights[name].merged(network) if lora is not None and lora.merge else {}
             sources = {keys[k]: merged.get(live) or weights[name].source(live) for k, live in plain.items()}
             if not merged and not any(weights[name].is_trained(live) for live in plain.values()):
@@ -249,8 +283,6 @@ def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged
             path = f"pipeline/{WORD_NAME}"
             rows = {name: weights[name].last_row(key) for name, key in word.names(networks).items()}
             digests[path] = word.write(tmp / path, rows, module.latent_diffusion.family)
-    for files in originals.values():
-        files.close()
     return digests
 
 
@@ -264,7 +296,7 @@ def _share(sources: Mapping[str, StreamedTensor], shared: Path, target: Path) ->
 
 
 class _Weights:
-    """Weights of one trained network, from the saved state, the file of frozen weights, or the live module."""
+    """Weights of one trained network, from the saved state, files that the run has written, or the live module."""
 
     def __init__(
         self,
@@ -273,7 +305,7 @@ class _Weights:
         name: str,
         network: nn.Module,
         averaged: bool,
-        originals: DeferredWeights | None,
+        component: Component,
     ) -> None:
         self._store = store
         self._prefix = f"{'ema' if averaged else 'master'}/{name}."
@@ -281,9 +313,12 @@ class _Weights:
         self._frozen = load_file(frozen) if frozen.exists() else {}  # memory-mapped
         # Names and shapes of what Gemini has in chunks.
         self.state: Mapping[str, Tensor] = network.state_dict(keep_vars=True)
-        self._originals = originals
         self._base = {f"{key}.weight": layer for key, layer in int8_layers(network)}
-        self.plain = plain_names([*self.state, *self._base])
+        self.plain = _names(network)
+        self.keys = component.file_keys(self.plain)
+        shared = run_dir / "frozen" / name / component.weights_file
+        stored = file_tensors(shared) if shared.exists() else {}
+        self._shared = {live: stored[self.keys[plain]] for plain, live in self.plain.items() if stored}
 
     def is_trained(self, key: str) -> bool:
         return self._prefix + key in self._store
@@ -291,8 +326,8 @@ class _Weights:
     def source(self, key: str) -> StreamedTensor:
         if self.is_trained(key):
             return self._store.streamed(self._prefix + key)
-        if self._originals is not None:
-            return self._originals.streamed(key)
+        if key in self._shared:
+            return self._shared[key]
         if key in self._base:  # there are no files: what quantisation has left
             layer = self._base[key]
             values = partial(layer.dequantized, torch.float32)

@@ -1,5 +1,6 @@
 """Frozen networks in int8 and NF4: values, gradients, memory, and adapters that are trained on them and exported."""
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +265,38 @@ def test_a_run_is_resumed_on_the_same_weights_only(base: Any, deferred: bool, fo
     with pytest.raises(UsageError, match=f"the frozen weights of {what} are not those.*model.pretrained="):
         small.fit(module(other), small.data(), 2, small.Saving(tmp_path / "rest", resume=checkpoint))
     small.fit(module(folder), small.data(), 2, small.Saving(tmp_path / "rest", resume=checkpoint))
+
+
+@pytest.mark.parametrize("source", ["folder", "changed", "dora", "built", "lightning"])
+def test_a_model_in_memory_has_its_files_or_a_warning(
+    source: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, file = folder, "unet/diffusion_pytorch_model.safetensors"
+    if source == "dora":
+        saving = small.Saving(tmp_path / "first")
+        small.fit(on_base(folder, Lora(rank=2, use_dora=True)), small.data(), 1, saving)
+        assert saving.last_saved is not None
+        start = saving.last_saved / "pipeline"
+    model = few_blocks(seed=1) if source == "built" else LatentDiffusion.from_pretrained(start)
+    if source == "changed":
+        with torch.no_grad():
+            next(model.denoiser.parameters()).mul_(1.5)
+    exact = {key: value.clone() for key, value in model.denoiser.state_dict().items()}
+    with caplog.at_level(logging.WARNING, "sd_lightning"):
+        module = small.module(model, lora=Lora(base="nf4", rank=2), train_text_encoder=False)
+    if source == "lightning":
+        small.fit(module, small.data(), 1).save_checkpoint(tmp_path / "nf4.ckpt")
+        model = LatentDiffusion.from_pretrained(folder)
+        module = small.module(model, lora=Lora(base="nf4", rank=2), train_text_encoder=False)
+        load_lightning_checkpoint(tmp_path / "nf4.ckpt", module)
+    has_files = source in ("folder", "lightning")
+    warned = [text for each in caplog.records if "base=nf4: no file has the weights of unet" in (text := each.getMessage())]
+    assert len(warned) == (not has_files) and all("export merge_lora=true" in each for each in warned)
+    saving = small.Saving(tmp_path / "run")
+    small.fit(module, small.data(), 1, saving)
+    assert saving.last_saved is not None
+    written = load_file(saving.last_saved / "pipeline" / file)
+    assert all(torch.equal(written[key].float(), exact[key]) for key in exact) == has_files
 
 
 class Deletes(small.Callback):

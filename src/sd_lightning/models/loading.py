@@ -8,6 +8,7 @@ import filecmp
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class PipelineParts:
     """Unread weights of networks on the meta device; an entry is removed when it is read."""
     originals: dict[str, DeferredWeights] = field(default_factory=dict)
     """The files of networks that were quantised to train adapters on them, for pipelines that are exported."""
+    defer_denoiser: Callable[[], DeferredWeights] | None = None
+    """Finds the files of a denoiser that is in memory; None if it has none, or diffusers has merged adapters into it."""
 
     def __post_init__(self) -> None:
         self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}
@@ -150,6 +153,7 @@ def load_parts(
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
+    found: list[Callable[[], DeferredWeights]] = []
     bases: dict[Path, dict[str, list[float]]] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
@@ -186,16 +190,22 @@ def load_parts(
             return network, described
         network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
         compare_bases(bases, root, name, network, None)
+        if name == family.denoiser and not files:
+            found.append(partial(_unread, component, root / name, variant))
         for weight, several in adapters[name].items() if adapters is not None else ():
             for each in several:
                 each.add_(network.get_parameter(weight).data.view(-1), 0)
         return network, described
 
     parts = _from_folder(root, load)
-    parts.deferred = weights
+    parts.deferred, parts.defer_denoiser = weights, next(iter(found), None)
     for file in files if adapters is None else ():
         _merge_adapters(parts, file)
     return parts
+
+
+def _unread(component: Component, folder: Path, variant: str | None) -> DeferredWeights:
+    return defer_network(component, folder, variant=variant)[2]
 
 
 def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | Path | None) -> PipelineParts:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from sd_lightning._launchers import is_first_process
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
+from sd_lightning.storage.deferred_weights import DeferredWeights
+
+log = logging.getLogger(__name__)
+
+_COMPARED = 4
+"""Values of each weight, at most, that tell whether it is that of the files."""
 
 
 def choose_trained(
@@ -34,9 +42,18 @@ def choose_trained(
     if lora is not None:
         denoiser = model.family.denoiser
         if lora.base is not None:
-            lora.quantize_base_(model.denoiser, model.deferred.get(denoiser))
-            if denoiser in model.deferred:
-                model.originals[denoiser] = model.deferred.pop(denoiser)
+            originals = model.deferred.get(denoiser) or _files_of(model)
+            lora.quantize_base_(model.denoiser, model.deferred.pop(denoiser, None))
+            if originals is not None:
+                model.originals[denoiser] = originals
+            elif is_first_process() and not any(p.is_meta for p in model.denoiser.parameters()):
+                log.warning(
+                    "base=%s: no file has the weights of %s as they are (it was built or changed in Python, or the "
+                    "folder has adapters), so checkpoints and exports will have what quantisation leaves of them; "
+                    "for the original ones save the model first, save_pretrained or export merge_lora=true, and train "
+                    "on that folder",
+                    *(lora.base, denoiser),
+                )
         for name in adapted.keys() & model.deferred.keys() if lora.use_dora else ():
             model.deferred.pop(name).fill_(adapted[name], torch.device("cpu"))  # magnitudes begin as the weights' norms
         lora.apply_(adapted)
@@ -49,6 +66,18 @@ def choose_trained(
     freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))
     for name, unused in unused_parameters(model).items() if train_text_encoder else ():
         freeze_unused(model.networks[name], unused)
+
+
+def _files_of(model: LatentDiffusion) -> DeferredWeights | None:
+    """Return the files of a denoiser in memory; None if there are none, or its weights were changed since."""
+    files = model.defer_denoiser and model.defer_denoiser()
+    for name, weight in model.denoiser.named_parameters() if files is not None else ():
+        values = weight.detach().reshape(-1)[:_COMPARED].cpu()
+        stored = torch.empty_like(values)
+        files.read(name, stored, 0, len(stored))
+        if not torch.equal(stored, values):
+            return None
+    return files
 
 
 def parameter_groups(

@@ -230,9 +230,16 @@ def test_what_does_not_fit_tells_what_is_missing(tiny: LatentDiffusion) -> None:
     assert not host.best and all(each.memory.host > each.cluster.host for each in host.too_large)
 
 
+class Steps:
+    """An engine for any optimizer."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse none."""
+
+
 def test_ties_prefer_the_simpler_strategy(tiny: LatentDiffusion) -> None:
     def of(name: str, change: Callable[[Footprint], Footprint] = lambda found: found) -> Candidate:
-        class Engine:
+        class Engine(Steps):
             def footprint(self, workload: Workload) -> Footprint:
                 return change(replicated(workload))
 
@@ -250,7 +257,7 @@ def test_ties_prefer_the_simpler_strategy(tiny: LatentDiffusion) -> None:
 
 def test_a_faster_strategy_must_be_so_by_more_than_measurements_differ(tiny: LatentDiffusion) -> None:
     def of(name: str, on_host: int) -> Candidate:
-        class Engine:
+        class Engine(Steps):
             def footprint(self, workload: Workload) -> Footprint:
                 found = replicated(workload)
                 return replace(found, traffic=replace(found.traffic, stepped_on_host=on_host))

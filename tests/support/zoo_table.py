@@ -181,7 +181,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "backbone": {"zero": "Finetuning callback does not support"},
     "finetuning": {"zero": "Finetuning callback does not support"},
     "two_optimizers": {"zero": "only supports single optimizer"},
-    "lbfgs": {"zero": "LBFGS cannot step", "gemini": "Gemini cannot step LBFGS"},
+    "lbfgs": dict.fromkeys(("zero", "gemini"), "got LBFGS, which needs whole weights"),
     "double": {"fsdp": "does not support .*64-true", "zero": "64-true.*is not supported", "gemini": "64-true"},
 }
 """Case -> beginning of a strategy's name -> what the refusal says. All other pairs train as under DDP."""

@@ -1,6 +1,7 @@
 """Optimizers of optional packages: resuming is exact, and schedule-free shows its average where weights are used."""
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 
 import small_training as small
 from composing import Compose
-from sd_lightning import SDLightningModule, UsageError
+from sd_lightning import AutoStrategy, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import check_optimizer
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.lora import Lora
+from sd_lightning.planner.devices import DTYPES, Device
+from sd_lightning.strategies import presets
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.sharding import ShardingStrategy
 from sd_lightning.training.optimizers import prodigy, schedule_free_adamw
 
 OPTIMIZERS: dict[str, Any] = {
@@ -23,11 +27,12 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
 
+PACKAGES = {"prodigy": "prodigyopt", "schedule_free": "schedulefree", "adafactor": "torch"}
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    if name != "adafactor":
-        pytest.importorskip({"prodigy": "prodigyopt", "schedule_free": "schedulefree"}[name])
+    pytest.importorskip(PACKAGES[name])
     options = {"optimizer": OPTIMIZERS[name]}
     whole = small.train(tmp_path / "whole", 4, save=(2,), **options)
     rest = small.train(tmp_path / "rest", 4, resume=tmp_path / "whole/checkpoints/step-00000002", **options)
@@ -76,14 +81,35 @@ def test_they_need_whole_weights() -> None:
         small.fit(module, small.data(), 1, strategy=GeminiStrategy())
 
 
-@pytest.mark.parametrize(("name", "words"), [("prodigy", "Prodigy"), ("schedule_free", "AdamWScheduleFree")])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_planner_goes_on_to_a_strategy_that_can_step_them(name: str) -> None:
+    pytest.importorskip(PACKAGES[name])
+    chosen = [
+        each for each in presets.candidates() if each.strategy in ("gemini", "fsdp", "ddp", "single") and each.suits(1)
+    ]
+    assert len({each.strategy for each in chosen}) > 1
+    device = Device("a small GPU", 24, 8, dict.fromkeys(DTYPES, 10.0), 300, 10)
+    strategy = AutoStrategy(device, candidates=[*chosen[1:], chosen[0]], host_memory=2**40)
+    module = small.module(lora=Lora(base="nf4", rank=2), train_text_encoder=False, optimizer=OPTIMIZERS[name])
+    trainer = small.fit(module, small.data(), 1, strategy=strategy)
+    assert not isinstance(trainer.strategy, ShardingStrategy)
+    for each in chosen:
+        engine = each.build(**each.settings)
+        optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(2, 2))])
+        with pytest.raises(UsageError, match="which needs whole") if isinstance(engine, ShardingStrategy) else nullcontext():
+            engine.check_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("prodigy", "Prodigy"), ("schedule_free", "AdamWScheduleFree"), ("adafactor", "Adafactor")]
+)
 @pytest.mark.parametrize(("strategy", "who"), [("gemini", "GeminiStrategy"), ("fsdp", r"FSDP\w*")])
 def test_that_is_found_before_anything_is_read(
     name: str, words: str, strategy: str, who: str, compose: Compose
 ) -> None:
-    pytest.importorskip({"prodigy": "prodigyopt", "schedule_free": "schedulefree"}[name])
+    pytest.importorskip(PACKAGES[name])
     options = (f"optimizer={name}", "trainable=lora", "base=nf4", "trainer.accelerator=cpu")
-    with pytest.raises(UsageError, match=rf"{who} got {words}, which needs all weights whole.*strategy=ddp or single"):
+    with pytest.raises(UsageError, match=rf"{who} got {words}, which needs whole weights.*strategy=ddp or single"):
         check_optimizer(RunSpec.of(compose("train", f"strategy={strategy}", *options)))
     check_optimizer(RunSpec.of(compose("train", "strategy=ddp", *options)))
 

@@ -290,15 +290,14 @@ def check_optimizer(spec: RunSpec) -> None:
     """
     _ = spec.objective, spec.speed, spec.lora, spec.learned_token
     build, schedule = spec.optimizer, spec.lr_scheduler
-    if not target_of(build).__module__.startswith(("torch.optim.", "bitsandbytes.optim.", "sd_lightning.")):
+    if not target_of(build).__module__.startswith(("torch.optim", "bitsandbytes.optim.", "sd_lightning.")):
         return  # others may need other parameter shapes
     import torch
 
-    from sd_lightning.strategies.sharding import ShardingStrategy, refuse_whole_optimizer
+    from sd_lightning.strategies.base import engine_of
 
     optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
-    if isinstance(spec.strategy, ShardingStrategy):
-        refuse_whole_optimizer(optimizer, type(spec.strategy).__name__)
+    engine_of(spec.strategy).check_optimizer(optimizer)
     if spec["trainer.accelerator"] == "cpu" or not torch.cuda.is_available():
         _check_step(spec, optimizer)
     if target_of(schedule).__module__.startswith(("torch.optim.", "sd_lightning.")):

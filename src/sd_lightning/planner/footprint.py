@@ -100,6 +100,8 @@ class Workload:
                     "as torch.optim.AdamW; write a strategy yourself to train with this one"
                 )
             parameter.grad = torch.zeros_like(parameter)
+            if hasattr(optimizer, "train"):  # schedule-free
+                optimizer.train()
             optimizer.step()
             tensors = (t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1)
             # bitsandbytes keeps a table of 256 values per tensor beside its states, shared by all.
@@ -283,5 +285,12 @@ class Candidate:
         return least <= count and (most is None or count <= most)
 
     def footprint(self, workload: Workload) -> Footprint | None:
-        """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
-        return self.build(**self.settings).footprint(workload)
+        """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`.
+
+        Raises:
+            UsageError: A package is missing, or it cannot step the optimizer.
+        """
+        engine = self.build(**self.settings)
+        engine.check_optimizer(workload.optimizer([nn.Parameter(torch.zeros(2, 2))]))
+        footprint: Footprint | None = engine.footprint(workload)
+        return footprint

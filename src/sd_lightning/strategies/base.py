@@ -115,6 +115,13 @@ class EngineStrategy:
         """
         module.configure_optimizers()
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if the engine cannot step this optimizer; it may be one of a stand-in of the weights.
+
+        Raises:
+            UsageError: It cannot.
+        """
+
     def skip_update(self, optimizer: Optimizer) -> None:
         """Drop the gradients of the next step, so that it leaves the weights unchanged.
 

@@ -33,6 +33,8 @@ CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
 class ShardingStrategy(EngineStrategy, WatchedProcesses):
     """Base class of strategies whose engine, not the module, holds the trained weights during a run."""
 
+    steps_flat_ranges: bool = True
+    """Whether a rank steps flat ranges of weights, so that an optimizer does not know which are matrices."""
     _state: TrainingState | None = None
     _buffers: BufferBroadcast | None = None
     _has_trained = False
@@ -61,13 +63,27 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         self._evaluations = EvaluationStarts(trainer, self._start_evaluation)
 
     @override
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for optimizer in configured_optimizers(module):
+            self.check_optimizer(optimizer)
+
+    @override
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if any(map(name.__contains__, _OF_WHOLE)) or (self.steps_flat_ranges and name in _OF_MATRICES):
+            raise UsageError(
+                f"{type(self).__name__} got {name}, which needs whole weights in each process, and this engine has "
+                "them in parts; take strategy=ddp or single, which adapters seldom outgrow, or optimizer=adamw"
+            )
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._state = None
         if trainer.state.fn == TrainerFn.FITTING:
             for optimizer in configured_optimizers(self._module):
-                refuse_whole_optimizer(optimizer, type(self).__name__)
+                self.check_optimizer(optimizer)
         self._set_up_engine(trainer, self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -173,17 +189,10 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
             self._evaluations = None
 
 
-def refuse_whole_optimizer(optimizer: Optimizer, who: str) -> None:
-    """Refuse an optimizer that steps whole weights only, where ranks have parts of them.
-
-    Raises:
-        UsageError: It is Prodigy, which measures all weights together, or schedule-free, which moves all.
-    """
-    if type(optimizer).__module__.partition(".")[0] in ("prodigyopt", "schedulefree"):
-        raise UsageError(
-            f"{who} got {type(optimizer).__name__}, which needs all weights whole in each process, and this engine "
-            "has them in parts; take strategy=ddp or single, which adapters seldom outgrow, or optimizer=adamw"
-        )
+_OF_WHOLE = ("Adafactor", "Prodigy", "ScheduleFree")
+"""What the names of optimizers contain that measure whole weights, or move them between steps."""
+_OF_MATRICES = {"LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
+"""Optimizers that need whole matrices or all weights; some of them step the distributed tensors of FSDP2."""
 
 
 class BufferBroadcast:

@@ -80,6 +80,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().check(trainer, module)
         check_run(self.config, trainer, module)
         check_optimizers(configured_optimizers(module))
         if is_first_process():

@@ -161,11 +161,10 @@ class DeepSpeedSettings:
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
-        if is_eight_bit(optimizer) or name in _WHOLE:
-            reason = "its states are quantised in blocks" if is_eight_bit(optimizer) else "it looks at whole weights"
+        if is_eight_bit(optimizer):
             raise UsageError(
-                f"{name} cannot step DeepSpeed's shards, flat ranges of many weights: {reason}; choose "
-                "optimizer=adamw, or strategy=ddp"
+                f"{name} cannot step DeepSpeed's shards, flat ranges of many weights: its states are quantised in "
+                "blocks; choose optimizer=adamw, or strategy=ddp"
             )
         if self.uses_cpu_adam:
             remedy = "write strategy.cpu_adam=false to step with torch's optimizer"
@@ -229,10 +228,6 @@ def _run_of(trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> dict[str, d
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.defaults.items()}
         run["optimizer"] = {"_target_": f"torch.optim.{type(optimizer).__name__}", **values}
     return run
-
-
-_WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
-"""Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
 
 
 _FLOAT_BYTES = 4

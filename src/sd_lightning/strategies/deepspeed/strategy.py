@@ -116,6 +116,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().check(trainer, module)
         self.settings.check(trainer, module)
 
     @override

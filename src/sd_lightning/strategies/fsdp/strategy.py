@@ -32,7 +32,6 @@ from sd_lightning.strategies.base import EngineStrategy, RunSettings
 from sd_lightning.strategies.fsdp.tensors import DTensorState, WholeWhereNeeded, local_rows, remedy_of
 from sd_lightning.strategies.networks import (
     blocks_of,
-    configured_optimizers,
     place_rest,
     refuse_sparse_gradients,
     sharded_networks,
@@ -88,6 +87,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
     """
 
+    steps_flat_ranges = False
     loads_weights = True  # each rank reads its rows
     keeps_layout = False
 
@@ -127,12 +127,16 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         _refuse_shared_weights(networks)
         _refuse_other_formats(networks)
         refuse_sparse_gradients(module, type(self).__name__)
-        for optimizer in configured_optimizers(module):
-            if is_eight_bit(optimizer):
-                raise UsageError(
-                    f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
-                    "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
-                )
+        super().check(trainer, module)
+
+    @override
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        super().check_optimizer(optimizer)
+        if is_eight_bit(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
+                "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
+            )
 
     @override
     def footprint(self, workload: Workload) -> Footprint:

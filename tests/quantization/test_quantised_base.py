@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import small_training as small
+from one_rank import one_rank_group
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.loading import check_pretrained
-from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, is_adapter
+from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, LoraFile, is_adapter
 from sd_lightning.quantization import Int8, dequantize_, quantize_
 from sd_lightning.quantization.base import NF4Linear, base_bytes, hide_base_, quantize_base_
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Linear, int8_layers
@@ -26,6 +29,8 @@ from sd_lightning.quantization.tensor_parallel import TensorParallel
 from sd_lightning.storage.checkpoint import load_lightning_checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
+from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.strategies.ddp import DDPStrategy
 from small_models import TINY_TRANSFORMERS, few_blocks
 
 BASES = ("int8", "nf4")
@@ -216,7 +221,6 @@ def test_dora_is_merged_as_diffusers_does(folder: Path, tmp_path: Path) -> None:
     small.fit(on_base(folder, Lora(rank=2, alpha=3, use_dora=True)), small.data(), 3, saving)
     assert saving.last_saved is not None
     pipeline = saving.last_saved / "pipeline"
-    from sd_lightning.models.lora import LoraFile
     from sd_lightning.storage.streamed_tensor import tensors_in
 
     theirs = LatentDiffusion.from_pretrained(pipeline).denoiser.state_dict()  # diffusers and peft merge
@@ -226,6 +230,31 @@ def test_dora_is_merged_as_diffusers_does(folder: Path, tmp_path: Path) -> None:
     for key, tensor in ours.items():
         assert torch.allclose(tensor.read().float(), theirs[key], atol=2e-3)
         assert not torch.allclose(unet[key].read().float(), theirs[key], atol=1e-6)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("base", BASES)
+def test_dora_that_has_learned_nothing_is_the_original_model(
+    base: Any, merge: bool, folder: Path, tmp_path: Path
+) -> None:
+    saving = small.Saving(tmp_path / "run")
+    still: Any = partial(torch.optim.SGD, lr=0.0)
+    small.fit(
+        on_base(folder, Lora(base=base, rank=2, use_dora=True, merge=merge), optimizer=still),
+        *(small.data(), 1, EMA(0.5), saving),
+    )
+    assert saving.last_saved is not None
+    pipeline = saving.last_saved / "pipeline"
+    read = LatentDiffusion.from_pretrained(pipeline).denoiser.state_dict()
+    before = LatentDiffusion.from_pretrained(folder).denoiser.state_dict()
+    assert max((read[key] - before[key]).norm() / before[key].norm().clamp(min=1e-9) for key in before) < 1e-3
+    if not merge:
+        file = LoraFile.read(pipeline / WEIGHTS_NAME)
+        component = LatentDiffusion.describe(folder).components["unet"]
+        with ShardedTensors(saving.last_saved / "state") as store:
+            trained = file.trained(store, {"unet": component}).tensors
+            names = [key for key in trained if "magnitude" in key]
+            assert names and all(torch.allclose(trained[key].read(), file.tensors[key].read()) for key in names)
 
 
 @pytest.mark.parametrize(("base", "other"), [("nf4", "int8"), ("int8", None)])
@@ -290,13 +319,40 @@ def test_a_model_in_memory_has_its_files_or_a_warning(
         module = small.module(model, lora=Lora(base="nf4", rank=2), train_text_encoder=False)
         load_lightning_checkpoint(tmp_path / "nf4.ckpt", module)
     has_files = source in ("folder", "lightning")
-    warned = [text for each in caplog.records if "base=nf4: no file has the weights of unet" in (text := each.getMessage())]
+    warned = [
+        text for each in caplog.records if "base=nf4: no file has the weights of unet" in (text := each.getMessage())
+    ]
     assert len(warned) == (not has_files) and all("export merge_lora=true" in each for each in warned)
     saving = small.Saving(tmp_path / "run")
     small.fit(module, small.data(), 1, saving)
     assert saving.last_saved is not None
     written = load_file(saving.last_saved / "pipeline" / file)
     assert all(torch.equal(written[key].float(), exact[key]) for key in exact) == has_files
+
+
+def test_ddp_sends_the_buffers_of_others_but_not_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, block = quantised("nf4")
+    hide_base_(block)
+    block.register_buffer("users", torch.zeros(3), persistent=False)
+    block.register_parameter("trained", nn.Parameter(torch.zeros(3)))
+    strategy = DDPStrategy()
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: None)
+    with one_rank_group("gloo"):
+        sent = strategy._setup_model(block).modules_buffers
+    assert [each.numel() for each in sent] == [3]
+
+
+def test_dora_begins_as_the_norms_of_weights_that_are_not_read(folder: Path) -> None:
+    lora = Lora(rank=2, use_dora=True, target_modules=["to_q", "conv1"])
+    late = on_base(folder, lora)
+    whole = small.module(LatentDiffusion.from_pretrained(folder), lora=lora, train_text_encoder=False)
+    assert late.latent_diffusion.deferred, "the denoiser is still in its files"
+    assert all(p.is_meta for name, p in late.denoiser.named_parameters() if not is_adapter(name))
+    found = {name: p for name, p in whole.named_parameters() if "magnitude" in name}
+    assert {p.dim() for p in found.values()} == {1, 4}
+    assert all(torch.allclose(late.get_parameter(name), p, rtol=1e-5) for name, p in found.items())
+    losses = [float(small.fit(each, small.data(), 3).lightning_module.last_loss) for each in (late, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 class Deletes(small.Callback):

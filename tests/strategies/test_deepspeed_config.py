@@ -479,9 +479,7 @@ def test_the_optimizer_that_cpu_adam_replaces_is_adam() -> None:
 
 def test_optimizers_that_look_at_whole_weights_are_refused() -> None:
     strategy = deepspeed(stage=2)
-    with pytest.raises(
-        UsageError, match="got Adafactor, which needs whole weights.*or optimizer=adamw"
-    ):
+    with pytest.raises(UsageError, match="got Adafactor, which needs whole weights.*or optimizer=adamw"):
         strategy.check(trainer_of(strategy), Module(torch.optim.Adafactor))
 
 

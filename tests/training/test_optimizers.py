@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
 
+DREAMBOOTH = ("instance_data_dir=photos", "instance_prompt=sks")
 PACKAGES = {"prodigy": "prodigyopt", "schedule_free": "schedulefree", "adafactor": "torch"}
 
 
@@ -96,7 +97,11 @@ def test_the_planner_goes_on_to_a_strategy_that_can_step_them(name: str) -> None
     for each in chosen:
         engine = each.build(**each.settings)
         optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(2, 2))])
-        with pytest.raises(UsageError, match="which needs whole") if isinstance(engine, ShardingStrategy) else nullcontext():
+        with (
+            pytest.raises(UsageError, match="which needs whole")
+            if isinstance(engine, ShardingStrategy)
+            else nullcontext()
+        ):
             engine.check_optimizer(optimizer)
 
 
@@ -108,10 +113,58 @@ def test_that_is_found_before_anything_is_read(
     name: str, words: str, strategy: str, who: str, compose: Compose
 ) -> None:
     pytest.importorskip(PACKAGES[name])
-    options = (f"optimizer={name}", "trainable=lora", "base=nf4", "trainer.accelerator=cpu")
+    options = [f"optimizer={name}", "trainable=lora", "base=nf4", "trainer.accelerator=cpu", "lr_scheduler=none"]
+    options += ["optimizer.lr=1"] * (name == "prodigy")
     with pytest.raises(UsageError, match=rf"{who} got {words}, which needs whole weights.*strategy=ddp or single"):
         check_optimizer(RunSpec.of(compose("train", f"strategy={strategy}", *options)))
     check_optimizer(RunSpec.of(compose("train", "strategy=ddp", *options)))
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (
+            "train",
+            ["experiment=qlora", "optimizer=prodigy", "data.store=x"],
+            r"prodigy got lr=0.0001, which.*optimizer.lr=1",
+        ),
+        (
+            "dreambooth",
+            ["optimizer=prodigy", *DREAMBOOTH],
+            r"prodigy got lr=5e-06, which.*in dreambooth learning_rate=1",
+        ),
+        (
+            "train",
+            ["optimizer=prodigy", "optimizer.lr=1", "module.train_text_encoder=true", "module.text_encoder_lr=0.5"],
+            r"prodigy got lr=1 and 0.5 for another group.*one learning rate.*module.text_encoder_lr=null",
+        ),
+        (
+            "train",
+            ["optimizer=schedule_free", "lr_scheduler=cosine"],
+            r"lr_scheduler=cosine got AdamW.*lr_scheduler=none",
+        ),
+    ],
+)
+def test_rates_that_they_cannot_use_are_refused(
+    program: str, options: list[str], message: str, compose: Compose
+) -> None:
+    pytest.importorskip("prodigyopt")
+    common = ["trainer.accelerator=cpu"]
+    with pytest.raises(UsageError, match=message):
+        check_optimizer(RunSpec.of(compose(program, *common, *options)))
+
+
+def test_rates_that_they_can_use_are_taken(compose: Compose) -> None:
+    pytest.importorskip("prodigyopt")
+    for program, options in (
+        ("dreambooth", ["optimizer=prodigy", "learning_rate=1", *DREAMBOOTH]),
+        ("train", ["optimizer=schedule_free", "lr_scheduler=constant"]),
+        ("train", ["optimizer=schedule_free", "lr_scheduler=none"]),
+    ):
+        check_optimizer(RunSpec.of(compose(program, "trainer.accelerator=cpu", "strategy=single", *options)))
+    with pytest.raises(UsageError, match="prodigy got lr=1.0 and 0.5 for another group"):
+        text = {"train_text_encoder": True, "text_encoder_lr": 0.5}
+        small.module(lora=Lora(rank=2), optimizer=prodigy, **text).configure_optimizers()
 
 
 @pytest.mark.parametrize(("name", "build"), [("prodigy", prodigy), ("schedule_free", schedule_free_adamw)])

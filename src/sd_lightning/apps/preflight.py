@@ -296,7 +296,9 @@ def check_optimizer(spec: RunSpec) -> None:
 
     from sd_lightning.strategies.base import engine_of
 
-    optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+    text_lr = spec["module"].get("text_encoder_lr")
+    groups: list[dict[str, Any]] = [{}] if text_lr is None else [{}, {"lr": text_lr}]
+    optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))], **group} for group in groups])
     engine_of(spec.strategy).check_optimizer(optimizer)
     if spec["trainer.accelerator"] == "cpu" or not torch.cuda.is_available():
         _check_step(spec, optimizer)

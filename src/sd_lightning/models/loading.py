@@ -73,7 +73,7 @@ class PipelineParts:
     originals: dict[str, DeferredWeights] = field(default_factory=dict)
     """The files of networks that were quantised to train adapters on them, for pipelines that are exported."""
     defer_denoiser: Callable[[], DeferredWeights] | None = None
-    """Finds the files of a denoiser that is in memory; None if it has none, or diffusers has merged adapters into it."""
+    """Finds the files of a denoiser that is in memory; None if none has its weights."""
 
     def __post_init__(self) -> None:
         self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}

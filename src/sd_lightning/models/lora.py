@@ -22,7 +22,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.quantization.base import Base, quantize_base_
-from sd_lightning.quantization.layers import Int8Conv2d
+from sd_lightning.quantization.int8 import row_reader
+from sd_lightning.quantization.layers import Int8Conv2d, Part
 from sd_lightning.quantization.tensor_parallel import check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
@@ -243,6 +244,20 @@ def on_host(network: nn.Module) -> Iterator[None]:
                     each[key] = deferred[tensor]
 
 
+@torch.no_grad()
+def begin_magnitudes_(network: nn.Module, deferred: DeferredWeights) -> None:
+    """Set the magnitudes of DoRA to the norms of rows that are still in files, a few of which are read at a time."""
+    for name, layer in network.named_modules():
+        if _ADAPTER in getattr(layer, _MAGNITUDE, ()):
+            weight: Tensor = layer.base_layer.weight  # type: ignore[assignment, union-attr]
+            rows = row_reader(weight, deferred, f"{name}.base_layer.weight")
+            blocks = Part.of(weight.shape, 0, [(0, len(weight))]).blocks(rows, weight[0].numel())
+            norms = torch.cat([torch.linalg.vector_norm(block, dim=1) for _, block in blocks])
+            magnitude: Tensor = getattr(layer, _MAGNITUDE)[_ADAPTER].weight
+            magnitude.copy_(norms.view_as(magnitude))
+    deferred.close()
+
+
 def is_adapter(key: str) -> bool:
     """Return whether a name in memory belongs to an adapter's weight."""
     return ".lora_" in key
@@ -414,6 +429,12 @@ class LoraFile:
             live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
             for adapter, key in adapter_keys(name, component, live).items():
                 live_tensor = store.streamed(prefix + adapter)
+                average = f"ema/{name}.{adapter}"
+                if (
+                    is_magnitude(adapter) and average in store
+                ):  # the file's are for original weights; see `write_pipeline`
+                    values = live_tensor.read() * (tensors[key].read() / store.streamed(average).read())
+                    live_tensor = StreamedTensor.of(values)
                 tensors[key] = _scaled(live_tensor, scale) if ".lora_B." in key else live_tensor
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 

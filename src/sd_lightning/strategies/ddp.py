@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload, replicated
+from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
 from sd_lightning.strategies.restoring import gather_whole
@@ -105,11 +106,9 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         self._parameters = list(model.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        # Buffers outside of the state dict are constants, a quantised network's weights among them.
-        ignored = [
-            f"{path}.{name}" for path, part in model.named_modules() for name in part._non_persistent_buffers_set
-        ]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        ignored = [f"{path}.{name}" for path, layer in int8_layers(model) for name in layer._buffers]
+        if ignored:  # the weights of a quantised base, which are constant
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         # Lightning does it on a side stream, and torch then warns that gradients are accumulated on another one.
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 

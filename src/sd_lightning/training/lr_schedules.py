@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from sd_lightning._errors import UsageError, check_at_least
+from sd_lightning.training.optimizers import TwoSidedOptimizer
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
@@ -21,8 +22,13 @@ def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, fin
     SGDR, arXiv 1608.03983, equation 5, without restarts.
 
     Raises:
-        UsageError: A number is out of range.
+        UsageError: A number is out of range, or the optimizer is schedule-free.
     """
+    if final_fraction < 1 and isinstance(optimizer, TwoSidedOptimizer):
+        raise UsageError(
+            f"lr_scheduler=cosine got {type(optimizer).__name__}, whose average replaces a schedule; expected a "
+            "constant learning rate; write lr_scheduler=none, or constant"
+        )
     check_at_least("lr_scheduler", 0, warmup_steps=warmup_steps)
     if total_steps < 1:
         raise UsageError(

@@ -195,7 +195,7 @@ class SDLightningModule(pl.LightningModule):
             "encoder_dtype": self.encoder.dtype,
             "offload_encoders": self.encoder.offload,
             "cache_latents": data.cache_latents,
-            "from_files": bool(self.latent_diffusion.deferred),
+            "from_files": bool(self.latent_diffusion.deferred or self.latent_diffusion.originals),
         }
 
     def cpu(self) -> Self:

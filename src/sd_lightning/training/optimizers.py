@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 
-from sd_lightning._errors import check_at_least
+from sd_lightning._errors import UsageError, check_at_least
 from sd_lightning._imports import require
+
+_LEAST_FACTOR = 0.1
+"""Of Prodigy: with less it learns nothing, and what is given was meant for another optimizer."""
 
 
 @runtime_checkable
@@ -28,7 +31,6 @@ def prodigy(
     lr: float = 1.0,
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.01,
-    d0: float = 1e-6,
     d_coef: float = 1.0,
     use_bias_correction: bool = True,
     safeguard_warmup: bool = True,
@@ -37,19 +39,33 @@ def prodigy(
     """Return Prodigy (arXiv 2306.06101), which finds its own learning rate: ``lr`` multiplies it.
 
     Args:
-        params: Parameters or groups.
-        lr: Factor of the learning rate that it finds; a schedule may change it.
+        params: Parameters or groups, which have one learning rate.
+        lr: Factor of the learning rate that it finds, at least 0.1; a schedule may change it.
         betas: Decay of the moments.
         weight_decay: Decoupled, as AdamW's.
-        d0: First estimate of the learning rate.
         d_coef: Factor of the estimates.
         use_bias_correction: Correct the moments' bias, as Adam does.
         safeguard_warmup: Leave ``lr`` out of the estimate's denominator, for schedules that warm up.
         slice_p: The estimate takes one of so many values; with 1 its states look like weights to checkpoints.
+
+    Raises:
+        UsageError: A setting is out of range, groups have several learning rates, or the package is missing.
     """
     check_at_least("optimizer=prodigy", 2, slice_p=slice_p)
+    if lr < _LEAST_FACTOR:
+        raise UsageError(
+            f"optimizer=prodigy got lr={lr}, which multiplies the learning rate that it finds; expected at least "
+            f"{_LEAST_FACTOR}, mostly 1; write optimizer.lr=1, in dreambooth learning_rate=1"
+        )
+    params = list(params)
+    rates = {group.get("lr", lr) for group in params if isinstance(group, Mapping)} - {lr}
+    if rates:
+        raise UsageError(
+            f"optimizer=prodigy got lr={lr} and {rates.pop()} for another group (text_encoder_lr); expected one "
+            "learning rate, as it finds one for all weights; write module.text_encoder_lr=null"
+        )
     cls = require("prodigyopt", extra="optimizers", who="optimizer=prodigy").Prodigy
-    options = {"d0": d0, "d_coef": d_coef, "use_bias_correction": use_bias_correction, "slice_p": slice_p}
+    options = {"d_coef": d_coef, "use_bias_correction": use_bias_correction, "slice_p": slice_p}
     options |= {"weight_decay": weight_decay, "safeguard_warmup": safeguard_warmup}
     optimizer: Optimizer = cls(params, lr=lr, betas=tuple(betas), **options)
     return optimizer

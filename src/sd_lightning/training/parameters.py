@@ -12,7 +12,7 @@ from torch import nn
 from sd_lightning._launchers import is_first_process
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
-from sd_lightning.models.lora import Lora, freeze_unused, plain_names
+from sd_lightning.models.lora import Lora, begin_magnitudes_, freeze_unused, plain_names
 from sd_lightning.models.meta import unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
@@ -54,12 +54,12 @@ def choose_trained(
                     "on that folder",
                     *(lora.base, denoiser),
                 )
-        for name in adapted.keys() & model.deferred.keys() if lora.use_dora else ():
-            model.deferred.pop(name).fill_(adapted[name], torch.device("cpu"))  # magnitudes begin as the weights' norms
         lora.apply_(adapted)
         for weights in (model.deferred, model.originals):
             for name in adapted.keys() & weights.keys():
                 weights[name] = weights[name].renamed(plain_names(adapted[name].state_dict()))
+        for name in adapted.keys() & model.deferred.keys() if lora.use_dora else ():
+            begin_magnitudes_(adapted[name], model.deferred[name])
         hide_base_(model.denoiser)
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)

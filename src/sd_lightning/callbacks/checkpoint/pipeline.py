@@ -335,7 +335,16 @@ class _Weights:
         return StreamedTensor.of(self._kept(key))
 
     def load(self, key: str) -> Tensor:
-        return self.source(key).read()
+        """Return a whole tensor; of DoRA the magnitudes for the original weights.
+
+        They begin as the norms of the quantised rows, so they are scaled by what quantisation changed of these.
+        """
+        values, base = self.source(key).read(), f"{key.partition('.lora_')[0]}.base_layer.weight"
+        if not is_magnitude(key) or base not in self._base:
+            return values
+        quantised = self._base[base].dequantized(torch.float32).cpu()
+        norms = (torch.linalg.vector_norm(rows.float(), dim=1) for rows in (self.load(base), quantised))
+        return values * torch.div(*norms).nan_to_num_(1.0, 1.0)
 
     def last_row(self, key: str) -> Tensor:
         if not self.is_trained(key):

@@ -106,7 +106,7 @@ def example(hint: Any, value: Any, known: Sequence[Any]) -> Any:
         The example, or ``MISSING`` if none is found.
     """
     choices = [str(each) for each in _choices(hint)]
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
     likely = [*near, *(each for each in known if each not in (None, MISSING, [], ""))]
     if not fits(object(), hint):
         texts = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]

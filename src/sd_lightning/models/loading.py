@@ -72,8 +72,8 @@ class PipelineParts:
     """Unread weights of networks on the meta device; an entry is removed when it is read."""
     originals: dict[str, DeferredWeights] = field(default_factory=dict)
     """The files of networks that were quantised to train adapters on them, for pipelines that are exported."""
-    defer_denoiser: Callable[[], DeferredWeights] | None = None
-    """Finds the files of a denoiser that is in memory; None if none has its weights."""
+    defer_denoiser: Callable[[], tuple[nn.Module, Component, DeferredWeights]] | None = None
+    """Defers a denoiser that is in memory again; None if no file has its weights."""
 
     def __post_init__(self) -> None:
         self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}
@@ -153,7 +153,7 @@ def load_parts(
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
-    found: list[Callable[[], DeferredWeights]] = []
+    unread_again: list[Callable[[], Any]] = []
     bases: dict[Path, dict[str, list[float]]] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
@@ -191,21 +191,17 @@ def load_parts(
         network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
         compare_bases(bases, root, name, network, None)
         if name == family.denoiser and not files:
-            found.append(partial(_unread, component, root / name, variant))
+            unread_again.append(partial(defer_network, component, root / name, variant=variant))
         for weight, several in adapters[name].items() if adapters is not None else ():
             for each in several:
                 each.add_(network.get_parameter(weight).data.view(-1), 0)
         return network, described
 
     parts = _from_folder(root, load)
-    parts.deferred, parts.defer_denoiser = weights, next(iter(found), None)
+    parts.deferred, parts.defer_denoiser = weights, next(iter(unread_again), None)
     for file in files if adapters is None else ():
         _merge_adapters(parts, file)
     return parts
-
-
-def _unread(component: Component, folder: Path, variant: str | None) -> DeferredWeights:
-    return defer_network(component, folder, variant=variant)[2]
 
 
 def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | Path | None) -> PipelineParts:

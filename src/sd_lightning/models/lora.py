@@ -249,7 +249,7 @@ def begin_magnitudes_(network: nn.Module, deferred: DeferredWeights) -> None:
     """Set the magnitudes of DoRA to the norms of rows that are still in files, a few of which are read at a time."""
     for name, layer in network.named_modules():
         if _ADAPTER in getattr(layer, _MAGNITUDE, ()):
-            weight: Tensor = layer.base_layer.weight  # type: ignore[assignment, union-attr]
+            weight: Tensor = layer.base_layer.weight
             rows = row_reader(weight, deferred, f"{name}.base_layer.weight")
             blocks = Part.of(weight.shape, 0, [(0, len(weight))]).blocks(rows, weight[0].numel())
             norms = torch.cat([torch.linalg.vector_norm(block, dim=1) for _, block in blocks])
@@ -430,11 +430,9 @@ class LoraFile:
             for adapter, key in adapter_keys(name, component, live).items():
                 live_tensor = store.streamed(prefix + adapter)
                 average = f"ema/{name}.{adapter}"
-                if (
-                    is_magnitude(adapter) and average in store
-                ):  # the file's are for original weights; see `write_pipeline`
-                    values = live_tensor.read() * (tensors[key].read() / store.streamed(average).read())
-                    live_tensor = StreamedTensor.of(values)
+                if is_magnitude(adapter) and average in store:  # the file's are scaled for the original weights
+                    scaled = tensors[key].read() / store.streamed(average).read()
+                    live_tensor = StreamedTensor.of(live_tensor.read() * scaled)
                 tensors[key] = _scaled(live_tensor, scale) if ".lora_B." in key else live_tensor
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 

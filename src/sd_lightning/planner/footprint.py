@@ -292,5 +292,4 @@ class Candidate:
         """
         engine = self.build(**self.settings)
         engine.check_optimizer(workload.optimizer([nn.Parameter(torch.zeros(2, 2))]))
-        footprint: Footprint | None = engine.footprint(workload)
-        return footprint
+        return engine.footprint(workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -48,10 +49,9 @@ def choose_trained(
                 model.originals[denoiser] = originals
             elif is_first_process() and not any(p.is_meta for p in model.denoiser.parameters()):
                 log.warning(
-                    "base=%s: no file has the weights of %s as they are (it was built or changed in Python, or the "
-                    "folder has adapters), so checkpoints and exports will have what quantisation leaves of them; "
-                    "for the original ones save the model first, save_pretrained or export merge_lora=true, and train "
-                    "on that folder",
+                    "base=%s: no file has the weights of %s as they are, so exports will have what quantisation leaves "
+                    "of them; for the original ones train on a folder that save_pretrained or export merge_lora=true "
+                    "has written",
                     *(lora.base, denoiser),
                 )
         lora.apply_(adapted)
@@ -70,13 +70,16 @@ def choose_trained(
 
 def _files_of(model: LatentDiffusion) -> DeferredWeights | None:
     """Return the files of a denoiser in memory; None if there are none, or its weights were changed since."""
-    files = model.defer_denoiser and model.defer_denoiser()
-    for name, weight in model.denoiser.named_parameters() if files is not None else ():
-        values = weight.detach().reshape(-1)[:_COMPARED].cpu()
-        stored = torch.empty_like(values)
-        files.read(name, stored, 0, len(stored))
-        if not torch.equal(stored, values):
-            return None
+    if model.defer_denoiser is None:
+        return None
+    _, _, files = model.defer_denoiser()
+    with closing(files):
+        for name, weight in model.denoiser.named_parameters():
+            values = weight.detach().reshape(-1)[:_COMPARED].cpu()
+            stored = torch.empty_like(values)
+            files.read(name, stored, 0, len(stored))
+            if not torch.equal(stored, values):
+                return None
     return files
 
 

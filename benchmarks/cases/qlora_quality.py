@@ -70,10 +70,8 @@ def _taught(
     folder: Path, source: Path, judge: Any, seed: int, options: tuple[str, ...], teach: Any
 ) -> dict[str, float]:
     folder.mkdir(exist_ok=True)
-    for shared in ("photos", "pictures"):  # class images are drawn once
-        target = folder.parent / shared
-        target.mkdir(exist_ok=True)
-        if not (folder / shared).exists():
-            (folder / shared).symlink_to(target)
+    photos = folder / "photos"
+    if not photos.exists():  # class images, which the base draws, are each base's own
+        photos.symlink_to(folder.parent / "photos")
     shares: dict[str, float] = teach(folder, source, judge, f"seed={seed}", *options, "learning_rate=2e-3")
     return shares

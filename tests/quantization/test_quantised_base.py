@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import small_training as small
+from composing import Compose
 from one_rank import one_rank_group
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.apps.preflight import preflight
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.generation import SamplingOptions, generate
@@ -353,6 +356,28 @@ def test_dora_begins_as_the_norms_of_weights_that_are_not_read(folder: Path) -> 
     assert all(torch.allclose(late.get_parameter(name), p, rtol=1e-5) for name, p in found.items())
     losses = [float(small.fit(each, small.data(), 3).lightning_module.last_loss) for each in (late, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["base=int4"], "base=int4: expected one of int8, nf4 or null (as lora.base); write base=nf4"),
+        (["lora.base=NF4"], "lora.base=NF4: expected one of int8, nf4 or null; write lora.base=nf4"),
+        (["base=INT8"], "write base=int8"),
+    ],
+)
+def test_other_names_of_a_base_are_answered_with_ours(
+    options: list[str], message: str, compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compose("train", "trainable=lora", *options)
+    assert message in capsys.readouterr().err
+
+
+def test_two_names_of_the_base_have_one_value(compose: Compose) -> None:
+    spec = RunSpec.of(compose("train", "trainable=lora", "base=nf4", "lora.base=int8", "trainer.accelerator=cpu"))
+    with pytest.raises(UsageError, match=r"got base=nf4 and lora.base=int8, two names of one setting; leave lora.base"):
+        preflight(spec)
 
 
 class Deletes(small.Callback):

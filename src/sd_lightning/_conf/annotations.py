@@ -27,6 +27,7 @@ _VALUES = {
         **dict.fromkeys(("fp32", "float32", "no"), "32"),
     },
     "objective.weighting_scheme": {"uniform": "none"},
+    **dict.fromkeys(("base", "lora.base"), dict.fromkeys(("int4", "fp4", "4bit", "4", "qlora"), "nf4")),
     "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {

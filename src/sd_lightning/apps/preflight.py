@@ -84,6 +84,10 @@ def _check_sections(spec: RunSpec) -> None:
         name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
         refuse(name, rate, "a number of at least 0", "1e-5, for instance")
     lora = spec.get("lora")
+    if {"base", "lora.base"} <= spec.overridden and spec["base"] != spec["lora.base"]:
+        raise UsageError(
+            f"got base={spec['base']} and lora.base={spec['lora.base']}, two names of one setting; leave lora.base out"
+        )
     if lora is not None and not isinstance(lora, Mapping):
         raise UsageError(f"lora={lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
 

@@ -24,9 +24,10 @@ from sd_lightning.gemini.layout import (
     place_others,
     replace_meta_parameters,
 )
+from sd_lightning.gemini.masters import MasterWeights
 from sd_lightning.gemini.memory import Arrival, Memory
 from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer, plan_static, plan_trace
-from sd_lightning.gemini.weights import ChunkState, ComputeWeights, MasterWeights
+from sd_lightning.gemini.weights import ChunkState, ComputeWeights
 from sd_lightning.state.host import host_step
 
 
@@ -249,16 +250,17 @@ class Chunk:
         placement: Where its parts live.
         memory: Allocates and copies.
         collectives: Gather and reduce.
+        seed: Of stochastic rounding.
     """
 
     def __init__(
-        self, layout: ChunkLayout, placement: ChunkPlacement, memory: Memory, collectives: Collectives
+        self, layout: ChunkLayout, placement: ChunkPlacement, memory: Memory, collectives: Collectives, seed: int = 0
     ) -> None:
         self.layout = layout
         self.index, self.is_trained = layout.index, layout.is_trained
         self.memory = memory
         self.weights = ComputeWeights(layout, placement, memory, collectives)
-        self.master = MasterWeights(self.weights)
+        self.master = MasterWeights(self.weights, seed)
         self.gradients = ChunkGradients(self.weights)
         self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
@@ -366,7 +368,7 @@ class ChunkedNetworks:
         reader: Reader | None,
     ) -> None:
         """Allocate a chunk, fill this rank's shard, and make the parameters views of the chunk."""
-        chunk = Chunk(layout, placement, self.memory, self.collectives)
+        chunk = Chunk(layout, placement, self.memory, self.collectives, self.config.rounding_seed)
         values = torch.zeros(chunk.bounds.numel, dtype=layout.master_dtype)
         for slot in layout.slots:
             begin, end = chunk.bounds.owned(slot)
@@ -399,7 +401,7 @@ class ChunkedNetworks:
     def whole(self, chunk: Chunk, *, as_swapped: bool = False) -> Tensor:
         """Return a copy of a chunk's whole weights: as trained, or as swapped in; a collective call."""
         is_master = chunk.is_trained and not (as_swapped and self.is_swapped)
-        return self.gathered(chunk, chunk.master.tensor if is_master else chunk.weights.shard)
+        return self.gathered(chunk, chunk.master.read() if is_master else chunk.weights.shard)
 
     def gathered(self, chunk: Chunk, shard: Tensor) -> Tensor:
         """Gather values of a chunk from the shards of all ranks; a collective call."""

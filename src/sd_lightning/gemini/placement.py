@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.config import GeminiConfig, Master
 from sd_lightning.gemini.layout import ChunkLayout
 
 
@@ -136,7 +136,18 @@ class ChunkPlacement:
 
     def aliases_master(self, layout: ChunkLayout) -> bool:
         """Return whether the shard of the compute weights also serves as the master weights."""
-        return layout.dtype == layout.master_dtype and self.param_tier is self.optim_tier
+        return layout.dtype == layout.kept_dtype and self.param_tier is self.optim_tier
+
+    def splits_master(self, layout: ChunkLayout) -> bool:
+        """Return whether the shard of the compute weights holds the upper halves of the master weights."""
+        is_on_host = self.param_tier is Tier.SLOW and self.step_tier is Tier.SLOW
+        return layout.master is Master.SPLIT and is_on_host
+
+    def master_itemsize(self, layout: ChunkLayout) -> int:
+        """Return the bytes per element of a trained chunk that its master weights take beside the compute weights."""
+        if self.aliases_master(layout):
+            return 0
+        return 2 if self.splits_master(layout) else layout.kept_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -219,12 +230,11 @@ def held_bytes(
 ) -> Iterator[tuple[Tier, str, int]]:
     """Yield (tier, content, bytes) of one rank's part of a chunk, with its reduced gradients."""
     shard = layout.numel // world_size
-    master = shard * layout.master_dtype.itemsize
     yield place.param_tier, "weights", (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
     if layout.is_trained:
-        yield place.optim_tier, "master weights", 0 if place.aliases_master(layout) else master
+        yield place.optim_tier, "master weights", shard * place.master_itemsize(layout)
         yield place.optim_tier, "optimizer states", state_bytes
-        yield place.step_tier, "gradients", master
+        yield place.step_tier, "gradients", shard * layout.master_dtype.itemsize
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:

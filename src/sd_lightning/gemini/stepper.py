@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,6 +84,11 @@ class Update(ABC):
     def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
         """Return a parameter's progress from the result of :meth:`scalars`; None if a scalar is missing."""
         return Progress(int(scalars.get("step", 1)))
+
+    def step_number(self, progress: Progress | None) -> int:
+        """Return the number of the step that follows a progress, counted from 1."""
+        done = 0 if progress is None else progress.step
+        return 1 + int(dict(() if progress is None else progress.scalars).get("step", done))
 
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         """Return the number and type of the elements of one state of a shard."""
@@ -338,17 +343,19 @@ class Stepper:
     ) -> dict[StepKey, Progress]:
         """Step this rank's ranges of a chunk; return the new progress."""
         assert chunk.gradients.accumulated is not None
-        weights, gradients = chunk.master.tensor, chunk.gradients.accumulated.tensor
+        gradients = chunk.gradients.accumulated.tensor
         if chunk.placement.optim_tier is Tier.DISK:
-            nbytes = sum(state.nbytes for state in chunk.states.values()) + weights.nbytes
+            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.kept_bytes
             for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
                 chunk.memory.ledger.move(source, target, nbytes)
         after: dict[StepKey, Progress] = {}
         for (group, progress), chosen in ranges.items():
             states = {name: self._parts(chunk, name, chosen) for name in self._kinds[group]}
-            arguments = Ranges(_slices(weights, chosen), _slices(gradients, chosen), states, progress)
-            settings = self._inner.param_groups[group]
-            after[group, progress] = self.update.apply(arguments, settings, divisor, found_inf)
+            settings, step = self._inner.param_groups[group], self.update.step_number(progress)
+            with ExitStack() as open_ones:
+                weights = [open_ones.enter_context(chunk.master.stepping(b, e, step)) for b, e, _ in chosen]
+                arguments = Ranges(weights, _slices(gradients, chosen), states, progress)
+                after[group, progress] = self.update.apply(arguments, settings, divisor, found_inf)
         return after
 
     def _parts(self, chunk: Chunk, name: str, ranges: list[StepRange]) -> list[Tensor]:

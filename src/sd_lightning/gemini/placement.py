@@ -44,8 +44,14 @@ class Kind(StrEnum):
     """Trained weights while others are swapped in."""
     STAGED = "staged"
     """Weights in the compute type during a copy from the host's master weights to the accelerator."""
+    SCRATCH = "scratch"
+    """Float32 values of the block that is stepped, where weights, gradients or states have another form."""
     KEPT = "kept"
     """Free page-locked host memory, kept for reuse."""
+
+
+STEP_BLOCK = 2**19
+"""Elements that the host steps at a time where it needs scratch: few enough for its caches, a multiple of 256."""
 
 
 class Ledger:

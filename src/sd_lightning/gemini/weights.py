@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
 
 import torch
@@ -294,6 +295,23 @@ class MasterWeights:
     def tensor(self) -> Tensor:
         """The trained weights, also during a swap."""
         return self._compute.shard if self._buffer is None else self._buffer.tensor
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether :meth:`stepping` needs memory for float32 values."""
+        return False
+
+    @contextmanager
+    def stepping(self, begin: int, end: int, step: int, scratch: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield float32 values of a range, for the optimizer to change in place.
+
+        Args:
+            begin: First element in the shard.
+            end: End of the range.
+            step: Number of the step, counted from 1.
+            scratch: Host memory for the values; only if this ``needs_scratch``.
+        """
+        yield self.tensor[begin:end]
 
     def fill(self, values: Tensor) -> None:
         """Set this rank's master and compute weights."""

@@ -17,6 +17,7 @@ from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import (
     ChunkLayout,
     Reader,
+    Shard,
     find_units,
     pack_as_set,
     parameter_names,
@@ -262,6 +263,8 @@ class Chunk:
         self.gradients = ChunkGradients(self.weights)
         self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
+        self.convert: Callable[[Shard, str, Tensor, torch.device], None] | None = None
+        """Converts a state that has come from another device, if an optimizer keeps it in a form of its own there."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""
         self.slots = self.weights.storage.slots
@@ -269,6 +272,11 @@ class Chunk:
     @property
     def placement(self) -> ChunkPlacement:
         return self.weights.placement
+
+    @property
+    def step_device(self) -> torch.device:
+        """Where the optimizer steps."""
+        return self.memory.device if self.placement.step_tier is Tier.FAST else torch.device("cpu")
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """Return the view of one parameter in whole values of the chunk."""
@@ -287,7 +295,10 @@ class Chunk:
         self.wait_on_host()
         self.weights.release()
         for name, state in self.states.items():
-            self.states[name] = self.memory.moved(state, placement.optim_tier)
+            source = state.tensor.device
+            self.states[name] = moved = self.memory.moved(state, placement.optim_tier)
+            if self.convert is not None and moved.tensor.device != source:
+                self.convert(self.bounds, name, moved.tensor, source)
         self.gradients.move(placement.step_tier)
         self.master.move(placement)
         self.weights.move(placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,11 @@ class Stepper:
         """Progress after the step under way."""
         self._scratch: dict[tuple[Tier, int], TierBuffer] = {}
         """By tier and number of tensors: memory for float32 values of a block during a step."""
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the user's optimizer."""
+        return self._inner.param_groups
 
     @property
     def decides_on_device(self) -> bool:

@@ -73,6 +73,14 @@ class GeminiConfig:
     ``"auto"``: if there is memory for them. The order of summation differs, so free memory
     can change the last bits under ``"auto"``."""
 
+    gradient_dtype: torch.dtype = torch.float32
+    """Type in which the slow tier gets and keeps the reduced gradients of bfloat16 weights. ``bfloat16`` takes half;
+    the host widens them block by block. It is exact on one rank; sums over several ranks are rounded."""
+    step_in_backward: bool | Literal["running_norm"] = False
+    """Step each chunk in the backward pass, as soon as its gradients are complete, and free them. A step has one
+    backward pass and no clipping then. ``"running_norm"`` clips by the larger of two norms: that of the last step's
+    gradients, and that of the gradients so far in this pass."""
+
     def __post_init__(self) -> None:
         for is_wrong, message in self._rules():
             if is_wrong:
@@ -97,6 +105,26 @@ class GeminiConfig:
         expected = "expected float32, or bfloat16 or float16 to send half as much"
         yield self.reduce_dtype not in types, f"reduce_dtype={self.reduce_dtype}; {expected}"
         yield from self._rules_of_master()
+        narrow, expected = self.gradient_dtype, "expected float32, or bfloat16 to keep half as much"
+        yield narrow not in (torch.float32, torch.bfloat16), f"gradient_dtype={narrow}; {expected}"
+        is_wider = narrow == torch.bfloat16 and self.compute_dtype not in (None, torch.bfloat16)
+        remedy = "which is computed more exactly: leave gradient_dtype out, or train in bfloat16 (precision=bf16-mixed)"
+        yield is_wider, f"gradient_dtype=bfloat16 and compute_dtype={self.compute_dtype}, {remedy}"
+        remedy = "but no gradient goes to the host; set offload_optim_frac"
+        yield narrow == torch.bfloat16 and static and not self.offload_optim_frac, f"gradient_dtype=bfloat16, {remedy}"
+        early, running = self.step_in_backward, self.step_in_backward == "running_norm"
+        choices = "expected true, false or 'running_norm'"
+        yield not isinstance(early, bool) and not running, f"step_in_backward={early!r}; {choices}"
+        for is_wrong, other, why in (
+            (auto, "placement=auto", "that plans with the gradients of all chunks; write placement=static"),
+            (self.reduce_once is not False, f"reduce_once={self.reduce_once}", "a step has one backward pass"),
+            (
+                self.compute_dtype == torch.float16,
+                "float16",
+                "only the end of the pass shows whether its gradients overflow; take bfloat16 (precision=bf16-mixed)",
+            ),
+        ):
+            yield bool(early) and is_wrong, f"step_in_backward={early} and {other}: {why}"
         needs_dir, has_dir = self.disk_optim_frac > 0, self.offload_dir is not None
         remedy = "expected a folder on a local disk, e.g. offload_dir=/scratch/gemini"
         yield needs_dir and not has_dir, f"disk_optim_frac={self.disk_optim_frac} without offload_dir; {remedy}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import ChunkedNetworks
+from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
+from sd_lightning.gemini.early_steps import EarlySteps
 from sd_lightning.gemini.gathering import Reducer
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.stepper import Stepper, step_devices
@@ -131,17 +132,29 @@ class GradientAgreement:
             self.norm = values[0].sqrt()
         return self.touched
 
-    def _squares(self) -> list[Tensor]:
+    def reach_of(self, chunk: Chunk, *, with_norm: bool) -> tuple[set[nn.Parameter], float]:
+        """Agree on one chunk in the backward pass.
+
+        Returns:
+            Its touched parameters, and the sum of squares of its gradients over all ranks; 0.0 unless ``with_norm``.
+        """
+        own = [self._sum_on_host([chunk]) if with_norm else 0.0, *(p in self._reducer.touched for p in chunk.slots)]
+        square, *counts = self._chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64)).tolist()
+        touched = {p for p, count in zip(chunk.slots, counts, strict=True) if count}
+        return touched.intersection(self._stepper.group_of), square
+
+    def _squares(self, chunks: Sequence[Chunk] | None = None) -> list[Tensor]:
         """Return sums of squares of this rank's gradients: in at least float32 per range, each then in float64."""
         squares = []
-        for gradient in self._stepper.gradients():
+        for gradient in self._stepper.gradients(chunks):
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            squares.append(gradient.square().sum(dtype=dtype).double())
+            wide = gradient.to(dtype)
+            squares.append(torch.mul(wide, wide, out=None if wide is gradient else wide).sum(dtype=dtype).double())
         return squares
 
-    def _sum_on_host(self) -> float:
+    def _sum_on_host(self, chunks: Sequence[Chunk] | None = None) -> float:
         """Return their sum, with one transfer per device."""
-        squares = self._squares()
+        squares = self._squares(chunks)
         sums = torch.zeros(len(squares), dtype=torch.float64)
         for device in {square.device for square in squares}:
             indices = [index for index, square in enumerate(squares) if square.device == device]
@@ -180,6 +193,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._aborts_before_clip = 0
         self._stepped_version: int | None = None
         """The version of the gradients that the last step consumed."""
+        self.early = EarlySteps(runtime, self.stepper, self._agreement)
+        if runtime.chunked.config.step_in_backward:
+            self._reducer.step_chunk = self.early.step
         self.adopt()
 
     @property
@@ -226,7 +242,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def has_stepped(self) -> bool:
         """Whether a step has consumed the gradients of the last backward pass."""
-        return self._stepped_version == self._reducer.version
+        return self._stepped_version == self._reducer.version or bool(self._reducer.complete)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
@@ -250,6 +266,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
         self._runtime.check_can_step()
+        self.early.finish()
         self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
@@ -272,7 +289,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Returns:
             Whether it will; if not, the host must read the value, and call :meth:`zero_grad` if it is 1.
         """
-        if not self.stepper.decides_on_device:
+        if not self.stepper.decides_on_device or self._reducer.step_chunk is not None:
             return False
         self._found_inf = found_inf
         return True
@@ -281,6 +298,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Forget the gradients of this optimizer's parameters."""
         self._runtime.recover()
         self._runtime.access.close()
+        self.early.check_nothing("to drop gradients")
         self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
@@ -311,6 +329,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, over all ranks, without the loss scale; on the device if that steps all chunks.
         """
+        if self.early.max_norm == float(max_norm):
+            return self.early.norm
         norm, before = self.grad_norm(), self._pending_clip
         coefficient = (float(max_norm) / (norm.double() + 1e-6)).clamp(max=1.0)
         self._clip = coefficient if before is None else before * coefficient
@@ -321,6 +341,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
         self._runtime.check_can_step()
+        self.early.check_nothing("for the norm of all gradients")
         self._agreement.reach(with_norm=True)
         norm = self._agreement.norm
         assert norm is not None
@@ -336,12 +357,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
         self._runtime.check_can_step()
+        self.early.check_nothing("to clip gradients")
         self._agreement.reach(with_norm=self._scaler is not None)
         bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
         if self._scaler is not None:
             assert isinstance(bound, Tensor)
             overflowed = self._agreement.found_inf.to(bound.device)
             bound = bound.masked_fill(overflowed > 0, math.inf)
+        for chunk in self.stepper.chunks:
+            chunk.gradients.wait_on_host()
+            chunk.gradients.widen()
         for tensor in self.stepper.gradients():
             if isinstance(bound, Tensor) and self.stepper.decides_on_device:
                 tensor.clamp_(-bound, bound)
@@ -352,6 +377,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def _divisor(self) -> float | Tensor:
         """The loss scale, over the factor of clipping; 1.0 without both."""
+        if self.early.max_norm is not None:  # for gradients that came after the backward pass has stepped
+            return self.early.divisor
         scale, clip = 1.0 if self._scaler is None else self._scaler.used, self._pending_clip
         if clip is None:
             return scale

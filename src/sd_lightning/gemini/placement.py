@@ -237,6 +237,11 @@ def held_bytes(
         yield place.step_tier, "gradients", shard * layout.master_dtype.itemsize
 
 
+def slow_gradient_dtype(layout: ChunkLayout, config: GeminiConfig) -> torch.dtype:
+    """Return the type in which a chunk's reduced gradients are kept on the slow tier."""
+    return config.gradient_dtype if layout.dtype == torch.bfloat16 else layout.master_dtype
+
+
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the peak bytes of chunks on the fast tier in a step, with the smallest gathered budget.
 

@@ -76,6 +76,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().__init__(timeout=timeout)
 
     @property
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
+        return bool(self.config.step_in_backward)
+
+    @property
     def engine(self) -> GeminiEngine:
         """The engine of the current or the last run."""
         assert self._engine is not None
@@ -86,6 +90,40 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().check(trainer, module)
         refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
+        if self.config.step_in_backward:
+            self._check_early_steps(trainer)
+
+    def _check_early_steps(self, trainer: pl.Trainer) -> None:
+        """Raise if something needs the gradients after the backward pass, which steps.
+
+        Raises:
+            UsageError: It does.
+        """
+        clip, mode = trainer.gradient_clip_val, self.config.step_in_backward
+        is_by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        exact, running = "step_in_backward=true", "step_in_backward=running_norm"
+        unclipped = "write trainer.gradient_clip_val=null"
+        for is_wrong, given, remedy in (
+            (
+                trainer.accumulate_grad_batches > 1,
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}",
+                "a step has one backward pass then: write trainer.accumulate_grad_batches=1",
+            ),
+            (
+                bool(clip) and mode is True,
+                f"trainer.gradient_clip_val={clip}",
+                f"the global norm is known after the pass: {unclipped}, or {running} to clip by the norm so far",
+            ),
+            (bool(clip) and not is_by_norm, "trainer.gradient_clip_algorithm=value", unclipped),
+            (not clip and mode == "running_norm", "no trainer.gradient_clip_val", f"give one, or write {exact}"),
+            (
+                self.precision_plugin.precision == "16-mixed",
+                "trainer.precision=16-mixed",
+                "only the end of the pass shows whether gradients overflow: write trainer.precision=bf16-mixed",
+            ),
+        ):
+            if is_wrong:
+                raise UsageError(f"GeminiStrategy got step_in_backward={str(mode).lower()} and {given}; {remedy}")
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
@@ -179,6 +217,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         self.engine.drop_optimizers()
         self.optimizers = [self.engine.optimizer(optimizer) for optimizer in self.optimizers]
+        for wrapper in self.optimizers if self.config.step_in_backward == "running_norm" else ():
+            engine_optimizer(wrapper).early.max_norm = float(trainer.gradient_clip_val or 0.0)
 
     @contextmanager
     @override
@@ -321,7 +361,8 @@ class GeminiPrecision(EnginePrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
+        if not self._engine().skips_backward(tensor):
+            model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -333,14 +374,21 @@ class GeminiPrecision(EnginePrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        scale = self._engine().loss_scale
-        return {} if scale is None else {"loss_scale": scale.state_dict()}
+        scale, norms = self._engine().loss_scale, self._norms()
+        scales = {} if scale is None else {"loss_scale": scale.state_dict()}
+        return scales | ({"last_norms": norms} if norms else {})
+
+    def _norms(self) -> list[float]:
+        """Return the norms by which ``step_in_backward`` clips the next step."""
+        return [each.early.last_norm for each in self._engine().optimizers if each.early.max_norm is not None]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scale = self._engine().loss_scale
         if scale is not None and "loss_scale" in state_dict:
             scale.load_state_dict(state_dict["loss_scale"])
+        for optimizer, norm in zip(self._engine().optimizers, state_dict.get("last_norms", [])):
+            optimizer.early.last_norm = norm
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
@@ -411,11 +459,14 @@ def gemini(
     memory_cap: float | str | None = None,
     reduce_once: bool | Literal["auto"] = False,
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32",
+    step_in_backward: bool | Literal["running_norm"] = False,
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
-    settings = dict(locals())
-    settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
+    settings: dict[str, Any] = dict(locals())
+    for name in ("reduce_dtype", "gradient_dtype"):
+        settings[name] = getattr(torch, str(settings[name]), settings[name])
     return GeminiStrategy(**settings)
 
 

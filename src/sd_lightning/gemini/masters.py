@@ -266,6 +266,6 @@ _NO_TIES = torch.empty(0, dtype=torch.int64)
 
 
 def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut a range at multiples of ``_PIECE``."""
-    for first in range(begin // _PIECE * _PIECE, end, _PIECE):
+    """Cut a range, which is empty if its end is not after its beginning, at multiples of ``_PIECE``."""
+    for first in range(begin // _PIECE * _PIECE, end if begin < end else 0, _PIECE):
         yield max(begin, first), min(end, first + _PIECE)

@@ -93,7 +93,7 @@ class Ledger:
 
 @dataclass(eq=False)
 class TierBuffer:
-    """A flat tensor on a tier, counted in the ledger until it is freed."""
+    """A flat tensor on a tier, counted in the ledger until it is freed: in whole pages if it is page-locked."""
 
     tensor: Tensor
     tier: Tier

@@ -50,8 +50,9 @@ class Kind(StrEnum):
     """Free page-locked host memory, kept for reuse."""
 
 
-STEP_BLOCK = 2**19
-"""Elements that the host steps at a time where it needs scratch: few enough for its caches, a multiple of 256."""
+STEP_BLOCK = {Tier.SLOW: 2**19, Tier.FAST: 2**24}
+"""Elements that are stepped at a time where scratch is needed: few enough for the host's caches, and enough to be worth
+an accelerator's kernels; multiples of 256."""
 
 
 class Ledger:

@@ -191,8 +191,8 @@ class Stepper:
                 chunk.memory.ledger.move(source, target, nbytes)
         gradients = chunk.gradients.accumulated.tensor
         for (group, progress), chosen in ranges.items():
-            scratch = self._scratch_of(chunk)
-            parts = [[block] for each in chosen for block in each.blocks()] if scratch else [chosen]
+            scratch, numel = self._scratch_of(chunk), STEP_BLOCK[chunk.placement.step_tier]
+            parts = [[block] for each in chosen for block in each.blocks(numel)] if scratch else [chosen]
             for part in parts:
                 rows = [row[: part[0].end - part[0].begin] for row in scratch]
                 weights = rows.pop() if chunk.master.needs_scratch else None
@@ -218,7 +218,7 @@ class Stepper:
         count = chunk.master.needs_scratch + is_narrow + self.update.num_scratch(chunk.step_device)
         if not count:
             return []
-        numel = min(STEP_BLOCK, max(each.bounds.numel for each in self.chunks))
+        numel = min(STEP_BLOCK[tier], max(each.bounds.numel for each in self.chunks))
         if (tier, count) not in self._scratch:
             self._scratch[tier, count] = chunk.memory.allocate(tier, Kind.SCRATCH, count * numel, torch.float32)
         return list(self._scratch[tier, count].tensor.split(numel))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -62,8 +62,12 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
     if workload.accumulates and config.reduce_once is True:
         device.append(Holding("gradients", whole_gradient_bytes(layouts)))
     trained = [(a.numel // world_size, place.optim_tier) for a, place in zip(layouts, places) if a.is_trained]
-    masters = (a for a, place in zip(layouts, places) if a.is_trained and place.aliases_master(a))
-    swapped = sum(a.numel // world_size * a.dtype.itemsize for a in masters)
+    swapped = sum(
+        a.numel // world_size * a.dtype.itemsize
+        for a, place in zip(layouts, places)
+        if a.is_trained and (place.aliases_master(a) or place.splits_master(a))
+    )
+    staged = _staged(layouts, places, world_size)
     return Footprint(
         dtype=dtype,
         autocast=workload.half if workload.is_mixed else None,
@@ -73,13 +77,15 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
             for (tier, kind), size in held.items()
             if tier is Tier.SLOW and size
         ]
-        + [Holding("swapped weights", swapped, When.SWAPPED)] * (swapped > 0),
+        + [Holding("swapped weights", swapped, When.SWAPPED)] * (swapped > 0)
+        + [Holding("staged weights", staged)] * (staged > 0),
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
         in_forward=above,
         in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},
         traffic=_traffic(config, layouts, places, world_size),
         averaged=sum(numel for numel, tier in trained if tier is Tier.FAST),
         averaged_on_host=sum(numel for numel, tier in trained if tier is not Tier.FAST),
+        master_dtype=next((a.kept_dtype for a in layouts if a.is_trained), torch.float32),
     )
 
 
@@ -94,6 +100,17 @@ def _held(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], work
         for tier, kind, nbytes in held_bytes(layout, place, count * size * dtype.itemsize, workload.world_size):
             held[tier, kind] += nbytes
     return held
+
+
+def _staged(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], world_size: int) -> int:
+    """Return the page-locked bytes through which narrower weights go to the device: two of each size, and kept."""
+    sizes = Counter(
+        layout.nbytes // world_size
+        for layout, place in zip(layouts, places, strict=True)
+        if layout.is_trained and place.param_tier is Tier.FAST and place.step_tier is Tier.SLOW
+        if layout.dtype.itemsize < layout.kept_dtype.itemsize
+    )
+    return sum(nbytes * min(count, 2) for nbytes, count in sizes.items())
 
 
 def _traffic(

@@ -367,7 +367,8 @@ class Findings:
     @property
     def digest(self) -> str:
         """The weights, as something to compare bit for bit."""
-        content = b"".join(self.weights[name].contiguous().numpy().tobytes() for name in sorted(self.weights))
+        flat = (self.weights[name].reshape(-1).view(torch.uint8) for name in sorted(self.weights))
+        content = b"".join(each.numpy().tobytes() for each in flat)
         return hashlib.sha256(content).hexdigest()
 
 

@@ -256,6 +256,10 @@ SENT_GRADIENTS = 4
 """Chunks in reduction at a time."""
 
 
+EARLY_GRADIENTS = {Tier.FAST: 1, Tier.SLOW: SENT_GRADIENTS + 2}
+"""Chunks whose reduced gradients are kept at a time with ``step_in_backward``: on the host also those that arrive."""
+
+
 def separate_gradients(
     layouts: Sequence[ChunkLayout],
     placements: Sequence[ChunkPlacement],

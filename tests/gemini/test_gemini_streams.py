@@ -29,13 +29,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(name: str, act: str, *, with_network: bool) -> Device:
+EARLY: dict[str, Any] = {"step_in_backward": True}
+NARROW: dict[str, Any] = {"offload_optim_frac": 1.0, "gradient_dtype": torch.bfloat16}
+
+
+def train(name: str, act: str, *, with_network: bool, **options: Any) -> Device:
     """Train a few steps, in float32 or bfloat16, with something else between them."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if with_network or "master" in SETTINGS[name] else torch.float32
     network, job = Blocks(3 if act == "fail" else 2), Job("streams")
     with pretended_accelerator(with_network=with_network) as device:
-        config = GeminiConfig(chunk_numel=1500, compute_dtype=dtype, **SETTINGS[name])
+        settings = SETTINGS[name] | options
+        config = GeminiConfig(chunk_numel=1500, compute_dtype=dtype, **settings)
         made = GeminiEngine({"": network}, config)
         parameters = list(network.parameters())
         parts = [parameters[::2], parameters[1::2]] if act == "two optimizers" else [parameters]
@@ -45,12 +50,12 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
             loss_of(network, inputs(index, job), dtype).backward()
 
         for step in range(3):
-            if step == 0:
+            if step == 0 and not config.step_in_backward:
                 with made.no_sync():
                     backward(10)
             backward(step)
             for optimizer in optimizers:
-                if step == 1:
+                if step == 1 and not config.step_in_backward:
                     optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
             _act(made, act, step, backward)
@@ -96,6 +101,18 @@ def test_nothing_races_beside_the_computation(name: str, act: str) -> None:
     for with_network in (False, True):
         clock = train(name, act, with_network=with_network).compute.clock
         assert ("to slow" in clock) == (name != "fast" or act == "move"), "nothing was offloaded"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_races_when_the_backward_pass_steps(name: str) -> None:
+    for with_network in (False, True):
+        train(name, "swap", with_network=with_network, **EARLY)
+
+
+@pytest.mark.parametrize("options", [NARROW, NARROW | EARLY], ids=["later", "early"])
+@pytest.mark.parametrize("name", ["all_slow", "optimizer_slow"])
+def test_nothing_races_with_narrow_gradients_on_the_host(name: str, options: dict[str, Any]) -> None:
+    train(name, "load", with_network=True, **options)
 
 
 def test_copies_in_both_directions_go_on_beside_the_computation() -> None:

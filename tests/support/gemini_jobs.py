@@ -403,12 +403,14 @@ class Training:
         if self.engine is not None:
             self.engine.drop_optimizers()
             self.optimizers = [self.engine.optimizer(inner) for inner in self.optimizers]
+            for optimizer in self.optimizers if self.engine.config.step_in_backward == "running_norm" else ():
+                optimizer.early.max_norm = self.job.clip
 
     def _engine(self) -> GeminiEngine:
         job = self.job
         config = {"chunk_numel": 60_000 if job.network == "unet" else 1500} | job.config
-        if "reduce_dtype" in config:
-            config["reduce_dtype"] = getattr(torch, config["reduce_dtype"])
+        for name in config.keys() & {"reduce_dtype", "gradient_dtype"}:
+            config[name] = getattr(torch, config[name])
         if job.dtype not in ("float32", "float64"):
             config["compute_dtype"] = getattr(torch, job.dtype)
         reader: Reader | None = None

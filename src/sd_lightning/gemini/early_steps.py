@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.agreement import GradientAgreement
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.stepper import Stepper
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.optimizer import GradientAgreement
 
 
 class EarlySteps:

@@ -15,7 +15,14 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.memory import spare_bytes
-from sd_lightning.gemini.placement import ChunkPlan, Tier, mib, whole_gradient_bytes
+from sd_lightning.gemini.placement import (
+    EARLY_GRADIENTS,
+    SENT_GRADIENTS,
+    ChunkPlan,
+    Tier,
+    mib,
+    whole_gradient_bytes,
+)
 from sd_lightning.gemini.weights import ChunkState
 
 log = logging.getLogger(__name__)
@@ -102,10 +109,8 @@ class Tracer:
                 yield position, chunk
 
 
-_MAX_REDUCTIONS = 4
+_MAX_REDUCTIONS = SENT_GRADIENTS
 """Reductions under way at a time: each keeps a chunk of gradients in memory."""
-_MAX_UNSTEPPED = 2
-"""Chunks whose gradients are on their way to the host, to be stepped there in the backward pass, before it waits."""
 
 
 class Reducer:
@@ -190,7 +195,7 @@ class Reducer:
             self.step_chunk(chunk)
         else:
             self._unstepped.append(chunk)
-            self._step_all_but(_MAX_UNSTEPPED)
+            self._step_all_but(EARLY_GRADIENTS[Tier.SLOW] - _MAX_REDUCTIONS)
 
     def _step_all_but(self, count: int) -> None:
         """Step the complete chunks, but for the latest ones, whose gradients may not have arrived yet."""

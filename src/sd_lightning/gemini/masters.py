@@ -55,8 +55,7 @@ class MasterWeights:
     @property
     def needs_scratch(self) -> bool:
         """Whether :meth:`stepping` gives copies of the weights."""
-        layout = self._compute.layout
-        return self.is_split or layout.kept_dtype != layout.master_dtype
+        return self._compute.placement.steps_copies(self._compute.layout)
 
     @property
     def kept_bytes(self) -> int:

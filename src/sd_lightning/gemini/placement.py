@@ -144,6 +144,10 @@ class ChunkPlacement:
         is_on_host = self.param_tier is Tier.SLOW and self.step_tier is Tier.SLOW
         return layout.master is Master.SPLIT and is_on_host
 
+    def steps_copies(self, layout: ChunkLayout) -> bool:
+        """Return whether the master weights of a trained chunk are stepped in float32 copies of them."""
+        return self.splits_master(layout) or layout.kept_dtype != layout.master_dtype
+
     def master_itemsize(self, layout: ChunkLayout) -> int:
         """Return the bytes per element of a trained chunk that its master weights take beside the compute weights."""
         if self.aliases_master(layout):
@@ -248,8 +252,8 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
 
     Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: ``c`` or ``c / w`` for weights,
     ``4 / w`` for float32 weights unless they are the compute weights, ``4 / w`` for the reduced gradient, and optimizer
-    states. Once: the largest temporarily gathered unit, and the whole gradients being reduced, in the type in which
-    they are sent.
+    states. Once: the largest temporarily gathered unit, the whole gradients being reduced, in the type in which they
+    are sent, and the scratch of a step.
     """
     chunks = zip(layouts, placements, demand.state_bytes, strict=True)
     held = (part for chunk in chunks for part in held_bytes(*chunk, demand.world_size))
@@ -258,6 +262,9 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
         total += whole_gradient_bytes(layouts)
     whole, sent = separate_gradients(layouts, placements, demand.world_size, demand.sent_dtype)
     total += sum(sorted(whole)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
+    shards = (layout.numel // demand.world_size for layout in layouts if layout.is_trained)
+    if any(place.step_tier is Tier.FAST and place.steps_copies(layout) for layout, place in zip(layouts, placements)):
+        total += 4 * min(STEP_BLOCK[Tier.FAST], max(shards, default=0))
     return total + smallest_budget(layouts, placements, demand)
 
 
@@ -265,6 +272,10 @@ _WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
 SENT_GRADIENTS = 4
 """Chunks in reduction at a time."""
+
+
+EARLY_GRADIENTS = {Tier.FAST: 1, Tier.SLOW: SENT_GRADIENTS + 2}
+"""Chunks whose reduced gradients are kept at a time with ``step_in_backward``: on the host also those that arrive."""
 
 
 def separate_gradients(

@@ -90,8 +90,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().check(trainer, module)
         refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
-        if self.config.step_in_backward:
-            self._check_early_steps(trainer)
+        self._check_early_steps(trainer)
 
     def _check_early_steps(self, trainer: pl.Trainer) -> None:
         """Raise if something needs the gradients after the backward pass, which steps.
@@ -100,6 +99,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             UsageError: It does.
         """
         clip, mode = trainer.gradient_clip_val, self.config.step_in_backward
+        if not mode or trainer.state.fn not in (None, TrainerFn.FITTING):
+            return
         is_by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         exact, running = "step_in_backward=true", "step_in_backward=running_norm"
         unclipped = "write trainer.gradient_clip_val=null"
@@ -116,11 +117,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             ),
             (bool(clip) and not is_by_norm, "trainer.gradient_clip_algorithm=value", unclipped),
             (not clip and mode == "running_norm", "no trainer.gradient_clip_val", f"give one, or write {exact}"),
-            (
-                self.precision_plugin.precision == "16-mixed",
-                "trainer.precision=16-mixed",
-                "only the end of the pass shows whether gradients overflow: write trainer.precision=bf16-mixed",
-            ),
         ):
             if is_wrong:
                 raise UsageError(f"GeminiStrategy got step_in_backward={str(mode).lower()} and {given}; {remedy}")
@@ -142,6 +138,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
+        self._check_early_steps(trainer)
         rest_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
         if not self.attach(trainer):

@@ -18,7 +18,9 @@ from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini import masters as masters_file
 from sd_lightning.gemini.placement import Kind, Tier, plan_static
 from sd_lightning.gemini.rounding import join, round_stochastically, split
+from sd_lightning.planner.footprint import Weight, Workload
 from sd_lightning.state.shards import SavedParameter, tensor_of
+from sd_lightning.strategies.gemini_footprint import footprint_of
 
 OFFLOADED: dict[str, Any] = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -400,3 +402,48 @@ def test_two_ranks_round_alike_on_every_tier(two_ranks: list[dict[str, Findings]
     assert two_ranks[0]["slow/bfloat16"].notes["at_rest"] == {
         "slow": 10 * two_ranks[0]["slow/bfloat16"].notes["numel"] // 2
     }
+
+
+@pytest.mark.parametrize("master", PER_WEIGHT)
+@pytest.mark.parametrize("tiers", [(1.0, 1.0), (1.0, 0.5), (0.5, 0.25), (0.0, 0.0)])
+@pytest.mark.parametrize("early", [False, True])
+def test_the_planner_counts_what_the_engine_takes(master: Any, tiers: tuple[float, float], early: bool) -> None:
+    if master == "split" and not min(tiers):
+        pytest.skip("refused: nothing would be split")
+    size, count = 64, 4
+    optim, param = tiers
+    narrow = torch.bfloat16 if optim else torch.float32
+    config = GeminiConfig(
+        chunk_numel=size * size,
+        compute_dtype=torch.bfloat16,
+        master=master,
+        offload_optim_frac=optim,
+        offload_param_frac=param,
+        gradient_dtype=narrow,
+        step_in_backward=early,
+    )
+    network = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
+    engine = GeminiEngine({"net": network}, config)
+    optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3))
+    for _ in range(2):
+        engine.backward(network(torch.ones(2, size, dtype=torch.bfloat16)).float().square().mean())
+        optimizer.step()
+    workload = Workload(
+        [Weight(f"net.{i}.weight", (size, size), True, f"net.{i}") for i in range(count)],
+        "bf16-mixed",
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
+    found = footprint_of(config, workload, lambda name: (int(name.split(".")[1]),))
+    assert found is not None and found.master_dtype == (torch.bfloat16 if master == "bfloat16" else torch.float32)
+    ties = sum(ties.nbytes for chunk in engine.chunks for ties in chunk.master._ties.values())
+    for tier, holdings in ((Tier.FAST, found.device), (Tier.SLOW, found.host)):
+        counted = {each.kind: each.nbytes for each in holdings}
+        kinds = engine.ledger.by_kind
+        owned = counted.get("master weights", 0) + counted.get("optimizer states", 0)
+        assert owned == kinds[tier, Kind.OPTIMIZER] - ties * (tier is Tier.SLOW)
+        assert counted.get("weights", 0) == kinds[tier, Kind.WEIGHTS]
+        assert counted.get("scratch of the step", 0) == engine.ledger.kind_peak[tier, Kind.SCRATCH]
+        if tier is Tier.SLOW:
+            shards = engine.state.parameter_shards()
+            engine.state.swap_in({shard.key: torch.zeros(shard.end - shard.begin) for shard in shards})
+            assert counted.get("swapped weights", 0) == kinds[tier, Kind.SWAPPED]

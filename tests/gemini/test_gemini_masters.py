@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import small_training
 from gemini_jobs import Blocks, Findings, Job, inputs, loss_of, run_ranks, train, weights_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
@@ -20,7 +22,9 @@ from sd_lightning.gemini.placement import Kind, Tier, plan_static
 from sd_lightning.gemini.rounding import join, round_stochastically, split
 from sd_lightning.planner.footprint import Weight, Workload
 from sd_lightning.state.shards import SavedParameter, tensor_of
+from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.gemini_footprint import footprint_of
+from sd_lightning.strategies.processes.group import leave_process_group
 
 OFFLOADED: dict[str, Any] = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -447,3 +451,25 @@ def test_the_planner_counts_what_the_engine_takes(master: Any, tiers: tuple[floa
             shards = engine.state.parameter_shards()
             engine.state.swap_in({shard.key: torch.zeros(shard.end - shard.begin) for shard in shards})
             assert counted.get("swapped weights", 0) == kinds[tier, Kind.SWAPPED]
+
+
+def test_average_and_checkpoints_of_split_weights_are_those_of_float32_ones(tmp_path: Path) -> None:
+    """Under Lightning, and a run of each form goes on with the other; rounded weights resume to the bit, too."""
+
+    def run(name: str, master: Any, steps: int, resume: Path | None = None) -> Path:
+        strategy = GeminiStrategy(master=master, **OFFLOADED)
+        options = {"strategy": strategy, "precision": "bf16-mixed", "resume": resume, "train_text_encoder": False}
+        try:
+            return small_training.train(tmp_path / name, steps, save=(2,), **options)
+        finally:
+            leave_process_group()
+
+    whole, split_ = run("whole", "float32", 4), run("split", "split", 4)
+    small_training.assert_bitwise_equal(whole, split_)
+    half = next(split_.parent.glob("*2"))
+    small_training.assert_bitwise_equal(whole, run("resumed", "float32", 4, resume=half))
+    rounded = run("rounded", "bfloat16", 4)
+    masters = {k: t for k, t in small_training.stored(rounded).items() if k.startswith("master/")}
+    assert masters and all(tensor.dtype == torch.bfloat16 for tensor in masters.values())
+    half = next(rounded.parent.glob("*2"))
+    small_training.assert_bitwise_equal(rounded, run("resumed_rounded", "bfloat16", 4, resume=half))

@@ -367,7 +367,8 @@ class Findings:
     @property
     def digest(self) -> str:
         """The weights, as something to compare bit for bit."""
-        content = b"".join(self.weights[name].contiguous().numpy().tobytes() for name in sorted(self.weights))
+        flat = (self.weights[name].reshape(-1).view(torch.uint8) for name in sorted(self.weights))
+        content = b"".join(each.numpy().tobytes() for each in flat)
         return hashlib.sha256(content).hexdigest()
 
 
@@ -522,7 +523,7 @@ def _act(training: Training, step: int) -> None:
                 loss_of(training.network, inputs(1000 + step, job), training.dtype)
     if job.act == "swap" and step % 3 == 1:
         owned = engine.state.parameter_shards()
-        engine.state.swap_in({(s.name, s.begin): torch.full_like(s.master, 0.01) for s in owned})
+        engine.state.swap_in({(s.name, s.begin): torch.full((s.end - s.begin,), 0.01) for s in owned})
         with torch.no_grad():
             swapped = loss_of(training.network, inputs(7, job), training.dtype)
         training.notes["swapped_loss"] = float(swapped)

@@ -25,6 +25,7 @@ from sd_lightning.gemini.layout import (
     place_others,
     replace_meta_parameters,
 )
+from sd_lightning.gemini.masters import MasterWeights
 from sd_lightning.gemini.memory import Arrival, Memory
 from sd_lightning.gemini.placement import (
     ChunkPlacement,
@@ -35,7 +36,7 @@ from sd_lightning.gemini.placement import (
     plan_trace,
     slow_gradient_dtype,
 )
-from sd_lightning.gemini.weights import ChunkState, ComputeWeights, MasterWeights
+from sd_lightning.gemini.weights import ChunkState, ComputeWeights
 from sd_lightning.state.host import host_step
 
 
@@ -274,6 +275,7 @@ class Chunk:
         memory: Allocates and copies.
         collectives: Gather and reduce.
         slow_dtype: Type of reduced gradients on the slow tier.
+        seed: Of stochastic rounding.
     """
 
     def __init__(
@@ -283,12 +285,13 @@ class Chunk:
         memory: Memory,
         collectives: Collectives,
         slow_dtype: torch.dtype,
+        seed: int = 0,
     ) -> None:
         self.layout = layout
         self.index, self.is_trained = layout.index, layout.is_trained
         self.memory = memory
         self.weights = ComputeWeights(layout, placement, memory, collectives)
-        self.master = MasterWeights(self.weights)
+        self.master = MasterWeights(self.weights, seed)
         self.gradients = ChunkGradients(self.weights, slow_dtype)
         self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
@@ -407,7 +410,7 @@ class ChunkedNetworks:
     ) -> None:
         """Allocate a chunk, fill this rank's shard, and make the parameters views of the chunk."""
         dtype = slow_gradient_dtype(layout, self.config)
-        chunk = Chunk(layout, placement, self.memory, self.collectives, dtype)
+        chunk = Chunk(layout, placement, self.memory, self.collectives, dtype, self.config.rounding_seed)
         values = torch.zeros(chunk.bounds.numel, dtype=layout.master_dtype)
         for slot in layout.slots:
             begin, end = chunk.bounds.owned(slot)
@@ -440,7 +443,7 @@ class ChunkedNetworks:
     def whole(self, chunk: Chunk, *, as_swapped: bool = False) -> Tensor:
         """Return a copy of a chunk's whole weights: as trained, or as swapped in; a collective call."""
         is_master = chunk.is_trained and not (as_swapped and self.is_swapped)
-        return self.gathered(chunk, chunk.master.tensor if is_master else chunk.weights.shard)
+        return self.gathered(chunk, chunk.master.read() if is_master else chunk.weights.shard)
 
     def gathered(self, chunk: Chunk, shard: Tensor) -> Tensor:
         """Gather values of a chunk from the shards of all ranks; a collective call."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sd_lightning.gemini.layout import Shard, Slot
-from sd_lightning.gemini.placement import STEP_BLOCK
 
 Group = Mapping[str, Any]
 """A parameter group of the user's optimizer, with its current learning rate."""
@@ -35,9 +34,9 @@ class StepRange(NamedTuple):
     slot: Slot
     """The last of the parameters."""
 
-    def blocks(self) -> list[StepRange]:
+    def blocks(self, numel: int) -> list[StepRange]:
         """Return the parts that are stepped one after another."""
-        return [StepRange(i, min(i + STEP_BLOCK, self.end), self.slot) for i in range(self.begin, self.end, STEP_BLOCK)]
+        return [StepRange(i, min(i + numel, self.end), self.slot) for i in range(self.begin, self.end, numel)]
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ class ChunkedState(ShardedState):
                     part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
                     states[kind] = update.values(kind, part, end - begin)
                 scalars = update.scalars(progress)
-            master = chunk.bounds.view_of(slot, chunk.master.tensor)
+            master = chunk.master.part(slot)
             owned.append(ParameterShard(slot.name, tuple(parameter.shape), begin, end, master, states, scalars))
         return owned
 
@@ -286,7 +286,8 @@ class ChunkedState(ShardedState):
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
-                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master.tensor), begin, end)
+                with chunk.master.stepping(*chunk.bounds.range_of(slot)) as values:
+                    read("master", slot.name, values, begin, end)
             if groups is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._engine.trained_chunks:

@@ -88,6 +88,12 @@ class Stepper:
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         self._check_trained(group_of.keys() - chunked.trained.values())
         self._kinds = [self.update.states(group) for group in groups]
+        if chunked.config.master == "bfloat16" and "step" not in self.update.scalar_names:
+            raise UsageError(
+                f"Gemini got master=bfloat16 and {type(self._inner).__name__}, which keeps no number of steps in "
+                "checkpoints, so that a resumed run would round by other random numbers; expected an optimizer that "
+                "does, such as AdamW, or master=split"
+            )
         self.group_of = group_of
         self.chunks = sorted({chunked.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
         for parameter in group_of:
@@ -180,13 +186,13 @@ class Stepper:
         """Step this rank's ranges of a chunk, and note the new progress."""
         assert chunk.gradients.accumulated is not None
         if chunk.placement.optim_tier is Tier.DISK:
-            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.tensor.nbytes
+            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.kept_bytes
             for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
                 chunk.memory.ledger.move(source, target, nbytes)
         gradients = chunk.gradients.accumulated.tensor
         for (group, progress), chosen in ranges.items():
-            scratch = self._scratch_of(chunk)
-            parts = [[block] for each in chosen for block in each.blocks()] if scratch else [chosen]
+            scratch, numel = self._scratch_of(chunk), STEP_BLOCK[chunk.placement.step_tier]
+            parts = [[block] for each in chosen for block in each.blocks(numel)] if scratch else [chosen]
             for part in parts:
                 rows = [row[: part[0].end - part[0].begin] for row in scratch]
                 weights = rows.pop() if chunk.master.needs_scratch else None
@@ -212,7 +218,7 @@ class Stepper:
         count = chunk.master.needs_scratch + is_narrow + self.update.num_scratch(chunk.step_device)
         if not count:
             return []
-        numel = min(STEP_BLOCK, max(each.bounds.numel for each in self.chunks))
+        numel = min(STEP_BLOCK[tier], max(each.bounds.numel for each in self.chunks))
         if (tier, count) not in self._scratch:
             self._scratch[tier, count] = chunk.memory.allocate(tier, Kind.SCRATCH, count * numel, torch.float32)
         return list(self._scratch[tier, count].tensor.split(numel))

@@ -285,7 +285,7 @@ _COMPUTE_DTYPES = {
 
 
 class GeminiPrecision(EnginePrecision):
-    """Precision plugin that gathers weights in the compute dtype; master weights and states are always float32.
+    """Precision plugin that gathers weights in the compute dtype; master weights are as ``GeminiConfig.master`` says.
 
     ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32. ``bf16-true``
     computes in bfloat16 throughout. As in Lightning, it converts batches and creates new tensors in bfloat16, unless
@@ -427,6 +427,8 @@ def gemini(
     prefetch: int = 2,
     memory_cap: float | str | None = None,
     reduce_once: bool | Literal["auto"] = False,
+    master: Literal["float32", "split", "bfloat16"] = "float32",
+    rounding_seed: int = 0,
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     gradient_dtype: Literal["float32", "bfloat16"] = "float32",
     step_in_backward: bool | Literal["running_norm"] = False,

@@ -541,7 +541,8 @@ def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Fin
     assert moved.losses == fast.losses and moved.digest == fast.digest
     # Blocks begin at each rank's part of a parameter: other blocks than one process has, and nearly the same numbers.
     assert fast.losses == pytest.approx(quantised().losses, rel=1e-2)
-    assert distance(fast, quantised())[1] < distance(quantised(), two_ranks[0]["place/sharded"])[1]
+    exact = two_ranks[0]["place/sharded"]
+    assert 0 < distance(fast, exact)[1] <= distance(quantised(), exact)[1]
     assert name != "auto" or moved.notes["plan"]["slow_optimizers"] > 0
 
 

@@ -27,6 +27,7 @@ from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import BytesByTier, UnitObserver
+from sd_lightning.strategies.gemini_checks import refuse_late_gradients
 from sd_lightning.strategies.gemini_footprint import footprint_of
 from sd_lightning.strategies.networks import (
     EnginePrecision,
@@ -90,36 +91,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().check(trainer, module)
         refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
-        self._check_early_steps(trainer)
-
-    def _check_early_steps(self, trainer: pl.Trainer) -> None:
-        """Raise if something needs the gradients after the backward pass, which steps.
-
-        Raises:
-            UsageError: It does.
-        """
-        clip, mode = trainer.gradient_clip_val, self.config.step_in_backward
-        if not mode or trainer.state.fn not in (None, TrainerFn.FITTING):
-            return
-        is_by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        exact, running = "step_in_backward=true", "step_in_backward=running_norm"
-        unclipped = "write trainer.gradient_clip_val=null"
-        for is_wrong, given, remedy in (
-            (
-                trainer.accumulate_grad_batches > 1,
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}",
-                "a step has one backward pass then: write trainer.accumulate_grad_batches=1",
-            ),
-            (
-                bool(clip) and mode is True,
-                f"trainer.gradient_clip_val={clip}",
-                f"the global norm is known after the pass: {unclipped}, or {running} to clip by the norm so far",
-            ),
-            (bool(clip) and not is_by_norm, "trainer.gradient_clip_algorithm=value", unclipped),
-            (not clip and mode == "running_norm", "no trainer.gradient_clip_val", f"give one, or write {exact}"),
-        ):
-            if is_wrong:
-                raise UsageError(f"GeminiStrategy got step_in_backward={str(mode).lower()} and {given}; {remedy}")
+        refuse_late_gradients(self.config, trainer)
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
@@ -138,7 +110,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
-        self._check_early_steps(trainer)
+        refuse_late_gradients(self.config, trainer)
         rest_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
         if not self.attach(trainer):

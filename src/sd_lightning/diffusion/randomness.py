@@ -61,7 +61,6 @@ class Purpose(IntEnum):
     BUCKETS = 11
     MASK = 12
     MASKED_SAMPLE = 13
-    ROUNDING = 14
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.diffusion.randomness import Purpose, integers
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer
 from sd_lightning.gemini.rounding import join, round_stochastically, split
@@ -42,8 +41,6 @@ class MasterWeights:
         self._is_swapped = False
         self._ties: dict[int, Tensor] = {}
         """By piece: int64, the positions of split weights that their halves do not tell; see :func:`split`."""
-        self._keys: tuple[int, list[tuple[int, int]]] = -1, []
-        """A step, and the keys of each slot's random numbers in it."""
         self._rest = self._allocate(compute.placement)
         """Memory beside the compute weights."""
 
@@ -230,20 +227,17 @@ class MasterWeights:
             self._whole[begin:end].copy_(values)
         else:
             bounds = self._compute.bounds
-            for slot, keys in zip(self._compute.layout.slots, self._keys_of(step), strict=True):
+            for slot in self._compute.layout.slots:
                 first, last = bounds.range_of(slot)
                 offset = bounds.owned(slot)[0] - first  # from the shard to the parameter
                 for low, high in _pieces(max(begin, first), min(end, last)):
                     part = values[low - begin : high - begin]
-                    round_stochastically(part, keys, low + offset, self._whole[low:high])
+                    round_stochastically(part, self._keys(step, slot), low + offset, self._whole[low:high])
 
-    def _keys_of(self, step: int) -> list[tuple[int, int]]:
-        """Return the keys of the random numbers of each slot's parameter in a step."""
-        if self._keys[0] != step:
-            names = torch.tensor([zlib.crc32(slot.name.encode()) for slot in self._compute.layout.slots])
-            keys = integers(self._seed, step, names, Purpose.ROUNDING, 2**31, (2,))
-            self._keys = step, [(one, other) for one, other in keys.tolist()]
-        return self._keys[1]
+    def _keys(self, step: int, slot: Slot) -> tuple[int, int]:
+        """Return the keys of the random numbers of one parameter in a step."""
+        digest = hashlib.blake2b(f"{self._seed} {step} {slot.name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest[:4], "little") >> 1, int.from_bytes(digest[4:], "little") >> 1
 
     def _allocate(self, placement: ChunkPlacement) -> TierBuffer | None:
         """Return memory for what a placement keeps beside the compute weights."""

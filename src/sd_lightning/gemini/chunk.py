@@ -17,6 +17,7 @@ from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import (
     ChunkLayout,
     Reader,
+    Shard,
     find_units,
     pack_as_set,
     parameter_names,
@@ -24,9 +25,18 @@ from sd_lightning.gemini.layout import (
     place_others,
     replace_meta_parameters,
 )
+from sd_lightning.gemini.masters import MasterWeights
 from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer, plan_static, plan_trace
-from sd_lightning.gemini.weights import ChunkState, ComputeWeights, MasterWeights
+from sd_lightning.gemini.placement import (
+    ChunkPlacement,
+    Kind,
+    Tier,
+    TierBuffer,
+    plan_static,
+    plan_trace,
+    slow_gradient_dtype,
+)
+from sd_lightning.gemini.weights import ChunkState, ComputeWeights
 from sd_lightning.state.host import host_step
 
 
@@ -38,11 +48,13 @@ class ChunkGradients:
 
     Args:
         weights: The compute weights of the chunk.
+        slow_dtype: Type of reduced gradients on the slow tier, as long as nothing is added to them.
     """
 
-    def __init__(self, weights: ComputeWeights) -> None:
+    def __init__(self, weights: ComputeWeights, slow_dtype: torch.dtype) -> None:
         self.accumulated: TierBuffer | None = None
         """This rank's shard of the reduced gradients."""
+        self._slow_dtype = slow_dtype
         self._weights = weights
         self._memory = weights.memory
         self._whole: TierBuffer | None = None
@@ -126,6 +138,16 @@ class ChunkGradients:
             tier = weights.placement.step_tier
             self.accumulated = self._memory.allocate(tier, Kind.ACCUMULATED, numel, dtype, zero=True)
 
+    def widen(self) -> None:
+        """Give the accumulated gradients the type of the master weights, for others to be added, or to be edited."""
+        narrow, dtype = self.accumulated, self._weights.layout.master_dtype
+        if narrow is None or narrow.tensor.dtype == dtype:
+            return
+        self._landed.wait()
+        self.accumulated = self._memory.allocate(narrow.tier, narrow.kind, narrow.tensor.numel(), dtype)
+        self.accumulated.tensor.copy_(narrow.tensor)
+        self._memory.free(narrow)
+
     def wait_on_host(self) -> None:
         """Block the host until all gradients are accumulated."""
         self._landed.wait()
@@ -163,6 +185,8 @@ class ChunkGradients:
         """Move the accumulated gradients to another tier."""
         if self.accumulated is not None:
             self.accumulated = self._memory.moved(self.accumulated, tier)
+            if tier is Tier.FAST:
+                self.widen()
 
     def _slots(self, keep: bool) -> Tensor:
         """Return the memory of whole gradients; allocate it if needed."""
@@ -204,7 +228,7 @@ class ChunkGradients:
     def _offload(self) -> None:
         """Copy the reduced gradients to the slow tier after the reduction, overlapping the computation."""
         assert self._reduced is not None
-        dtype = self._weights.layout.master_dtype if self.accumulated is None else self._reduced.dtype
+        dtype = self._slow_dtype if self.accumulated is None else self._reduced.dtype
         with self._memory.copying(Tier.SLOW) as arrival:
             self._pending.wait()
             buffer = self._memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self._weights.bounds.numel, dtype)
@@ -230,6 +254,7 @@ class ChunkGradients:
         arrival.wait()  # earlier copies are done then, too
         assert self.accumulated is not None
         with host_step():
+            self.widen()
             self.accumulated.tensor.add_(buffer.tensor)
         self._memory.free(buffer, arrival)
 
@@ -249,19 +274,29 @@ class Chunk:
         placement: Where its parts live.
         memory: Allocates and copies.
         collectives: Gather and reduce.
+        slow_dtype: Type of reduced gradients on the slow tier.
+        seed: Of stochastic rounding.
     """
 
     def __init__(
-        self, layout: ChunkLayout, placement: ChunkPlacement, memory: Memory, collectives: Collectives
+        self,
+        layout: ChunkLayout,
+        placement: ChunkPlacement,
+        memory: Memory,
+        collectives: Collectives,
+        slow_dtype: torch.dtype,
+        seed: int = 0,
     ) -> None:
         self.layout = layout
         self.index, self.is_trained = layout.index, layout.is_trained
         self.memory = memory
         self.weights = ComputeWeights(layout, placement, memory, collectives)
-        self.master = MasterWeights(self.weights)
-        self.gradients = ChunkGradients(self.weights)
+        self.master = MasterWeights(self.weights, seed)
+        self.gradients = ChunkGradients(self.weights, slow_dtype)
         self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
+        self.convert: Callable[[Shard, str, Tensor, torch.device], None] | None = None
+        """Converts a state that has come from another device, if an optimizer keeps it in a form of its own there."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""
         self.slots = self.weights.storage.slots
@@ -269,6 +304,11 @@ class Chunk:
     @property
     def placement(self) -> ChunkPlacement:
         return self.weights.placement
+
+    @property
+    def step_device(self) -> torch.device:
+        """Where the optimizer steps."""
+        return self.memory.device if self.placement.step_tier is Tier.FAST else torch.device("cpu")
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """Return the view of one parameter in whole values of the chunk."""
@@ -287,7 +327,10 @@ class Chunk:
         self.wait_on_host()
         self.weights.release()
         for name, state in self.states.items():
-            self.states[name] = self.memory.moved(state, placement.optim_tier)
+            source = state.tensor.device
+            self.states[name] = moved = self.memory.moved(state, placement.optim_tier)
+            if self.convert is not None and moved.tensor.device != source:
+                self.convert(self.bounds, name, moved.tensor, source)
         self.gradients.move(placement.step_tier)
         self.master.move(placement)
         self.weights.move(placement)
@@ -366,7 +409,8 @@ class ChunkedNetworks:
         reader: Reader | None,
     ) -> None:
         """Allocate a chunk, fill this rank's shard, and make the parameters views of the chunk."""
-        chunk = Chunk(layout, placement, self.memory, self.collectives)
+        dtype = slow_gradient_dtype(layout, self.config)
+        chunk = Chunk(layout, placement, self.memory, self.collectives, dtype, self.config.rounding_seed)
         values = torch.zeros(chunk.bounds.numel, dtype=layout.master_dtype)
         for slot in layout.slots:
             begin, end = chunk.bounds.owned(slot)
@@ -399,7 +443,7 @@ class ChunkedNetworks:
     def whole(self, chunk: Chunk, *, as_swapped: bool = False) -> Tensor:
         """Return a copy of a chunk's whole weights: as trained, or as swapped in; a collective call."""
         is_master = chunk.is_trained and not (as_swapped and self.is_swapped)
-        return self.gathered(chunk, chunk.master.tensor if is_master else chunk.weights.shard)
+        return self.gathered(chunk, chunk.master.read() if is_master else chunk.weights.shard)
 
     def gathered(self, chunk: Chunk, shard: Tensor) -> Tensor:
         """Gather values of a chunk from the shards of all ranks; a collective call."""

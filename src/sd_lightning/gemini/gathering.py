@@ -12,9 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.memory import spare_bytes
-from sd_lightning.gemini.placement import ChunkPlan, mib, whole_gradient_bytes
+from sd_lightning.gemini.placement import (
+    EARLY_GRADIENTS,
+    SENT_GRADIENTS,
+    ChunkPlan,
+    Tier,
+    mib,
+    whole_gradient_bytes,
+)
 from sd_lightning.gemini.weights import ChunkState
 
 log = logging.getLogger(__name__)
@@ -101,7 +109,7 @@ class Tracer:
                 yield position, chunk
 
 
-_MAX_REDUCTIONS = 4
+_MAX_REDUCTIONS = SENT_GRADIENTS
 """Reductions under way at a time: each keeps a chunk of gradients in memory."""
 
 
@@ -126,10 +134,20 @@ class Reducer:
         """Parameters with gradients on this rank since the last optimizer step."""
         self.version = 0
         """Changes when a backward pass begins, or when gradients are dropped or changed."""
+        self.step_chunk: Callable[[Chunk], None] | None = None
+        """Steps a chunk in the backward pass; None if that is left to the optimizer's step."""
+        self.complete: set[int] = set()
+        """Chunks that have all gradients of this step, and are stepped in the backward pass."""
         self._under_way: deque[Chunk] = deque()
+        self._unstepped: deque[Chunk] = deque()
 
-    def reduce(self, index: int) -> None:
-        """Start to reduce a chunk's gradients, or keep them whole."""
+    def reduce(self, index: int, *, is_complete: bool = False) -> None:
+        """Start to reduce a chunk's gradients, or keep them whole.
+
+        Args:
+            index: The chunk's index.
+            is_complete: Whether this pass gives it no more gradients, so that it may be stepped.
+        """
         self.late.discard(index)
         chunk = self.chunks[index]
         if not chunk.is_trained:
@@ -142,14 +160,47 @@ class Reducer:
             self.finish_oldest()
         chunk.gradients.reduce()
         self._under_way.append(chunk)
+        if is_complete and self.step_chunk is not None:
+            self.complete.add(index)
         self.statistics["reductions"] += 1
 
     def finish_oldest(self) -> bool:
         """Finish the oldest reduction; return whether there was one."""
         if not self._under_way:
             return False
-        self._under_way.popleft().gradients.finish_reduction()
+        chunk = self._under_way.popleft()
+        chunk.gradients.finish_reduction()
+        if chunk.index in self.complete:
+            self._note_complete(chunk)
         return True
+
+    def check_incomplete(self, chunk: Chunk) -> None:
+        """Raise if a chunk gets gradients after it was stepped in this backward pass.
+
+        Raises:
+            UsageError: It does.
+        """
+        if chunk.index in self.complete:
+            raise UsageError(
+                f"Gemini got gradients of {chunk.layout.slots[0].name}, or of what shares its chunk, after it was "
+                "stepped (step_in_backward): by a second backward pass before the optimizer's step, by a block that is "
+                "recomputed under use_reentrant=True, or by a use outside of its block's forward; expected one "
+                "backward pass per step and use_reentrant=False; otherwise leave step_in_backward out"
+            )
+
+    def _note_complete(self, chunk: Chunk) -> None:
+        """Step a chunk, on the host only when the next chunks' gradients are under way as well."""
+        assert self.step_chunk is not None
+        if chunk.placement.step_tier is Tier.FAST:
+            self.step_chunk(chunk)
+        else:
+            self._unstepped.append(chunk)
+            self._step_all_but(EARLY_GRADIENTS[Tier.SLOW] - _MAX_REDUCTIONS)
+
+    def _step_all_but(self, count: int) -> None:
+        """Step the complete chunks, but for the latest ones, whose gradients may not have arrived yet."""
+        while len(self._unstepped) > count and self.step_chunk is not None:
+            self.step_chunk(self._unstepped.popleft())
 
     def finish(self, chunk: Chunk) -> None:
         """Finish the reduction of a chunk and all older ones."""
@@ -160,6 +211,7 @@ class Reducer:
         """Finish all reductions."""
         while self.finish_oldest():
             pass
+        self._step_all_but(0)
 
     @contextmanager
     def keeping_gradients(self, keeps: bool) -> Iterator[None]:
@@ -184,6 +236,8 @@ class Reducer:
     def drop(self) -> None:
         """Drop the gradients of all chunks, including those being reduced."""
         self._under_way.clear()
+        self._unstepped.clear()
+        self.complete.clear()
         self.kept.clear()
         self.late.clear()
         self.touched.clear()

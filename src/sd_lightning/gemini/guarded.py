@@ -239,6 +239,7 @@ class WholeGradients:
             chunked.collectives.meet(f"touches {chunked.name_of(parameter)}.grad")
             with torch.inference_mode(False), torch.no_grad():
                 chunk.gradients.wait_on_host()
+                chunk.gradients.widen()
                 accumulated = chunk.gradients.accumulated
                 assert accumulated is not None
                 self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale())

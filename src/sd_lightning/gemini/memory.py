@@ -34,6 +34,11 @@ _left: list[Tensor] = []
 """Memory that could not be unlocked: it is never freed, since the device may still use it."""
 
 
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes that page-locked memory of this engine takes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class PageLocked:
     """Blocks of whole pages that are locked when allocated, and unlocked before they are freed.
 
@@ -65,13 +70,13 @@ class PageLocked:
         """Return locked memory.
 
         Args:
-            nbytes: At least 1.
+            nbytes: At least 1; whole pages are locked.
 
         Raises:
             UsageError: There is not enough memory, or the system does not let the process lock more.
         """
         try:
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise self._refusal(nbytes, str(error)) from error
         # A forked process, such as a worker of a data loader, would copy all locked pages.
@@ -79,11 +84,11 @@ class PageLocked:
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         cudart = self._module.cudart()
         with self._module.device(self._device):
-            code = cudart.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)
+            code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
         if int(code) != 0:
             raise self._refusal(nbytes, str(cudart.cudaGetErrorString(code)))
         self._locked[memory.data_ptr()] = memory
-        return memory
+        return memory[:nbytes]
 
     def unlock(self, memory: Tensor) -> None:
         """Unlock memory, or a view of all of it, that no copy uses any more; it is freed with its last view."""
@@ -233,7 +238,7 @@ class Memory:
             tensor = self._host(numel, dtype)
         else:
             tensor = self._mapped(numel, dtype)
-        self.ledger.add(tier, kind, tensor.nbytes)
+        self.ledger.add(tier, kind, self._taken(tier, tensor.nbytes))
         if zero:
             tensor.zero_()
         return TierBuffer(tensor, tier, kind)
@@ -245,9 +250,10 @@ class Memory:
             buffer: A buffer on any tier.
             last_use: Arrival after which its memory may be reused; by default that of all copies so far.
         """
-        self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
+        taken = self._taken(buffer.tier, buffer.nbytes)
+        self.ledger.add(buffer.tier, buffer.kind, -taken)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
-            self.ledger.add(Tier.SLOW, Kind.KEPT, buffer.nbytes)
+            self.ledger.add(Tier.SLOW, Kind.KEPT, taken)
             if last_use is None:
                 last_use = Arrival(self._module, self.device).after([self._to_fast, self._to_slow])
             self._pinned.setdefault(buffer.nbytes, []).append((buffer.tensor, last_use))
@@ -339,9 +345,12 @@ class Memory:
         self._module.synchronize(self.device)  # also streams of others, which may have read what was freed
         for nbytes, kept in self._pinned.items():
             for memory, _ in kept:
-                self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+                self.ledger.add(Tier.SLOW, Kind.KEPT, -whole_pages(nbytes))
                 self._page_locked.unlock(memory)
         self._pinned.clear()
+
+    def _taken(self, tier: Tier, nbytes: int) -> int:
+        return whole_pages(nbytes) if tier is Tier.SLOW and self.on_accelerator else nbytes
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
@@ -350,7 +359,7 @@ class Memory:
         if len(kept) > position and (len(kept) >= _MAX_WAITING or kept[position][1].is_past):
             memory, last_use = kept.pop(position)
             last_use.wait()
-            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -whole_pages(nbytes))
             return memory.view(dtype)
         if self._page_locked is None or not nbytes:  # no pages hold nothing
             return torch.empty(numel, dtype=dtype)

@@ -335,18 +335,20 @@ class OutsideAccess:
 
     def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
         """Take over this rank's part of whole weights; return whether it has changed."""
-        weights, is_swapped = chunk.weights, self._chunked.is_swapped
-        target = chunk.master.tensor if chunk.is_trained and not is_swapped else weights.shard
-        new = self._chunked.collectives.shard(whole).to(target.device)
-        old = target.to(new.dtype)
+        weights, is_master = chunk.weights, chunk.is_trained and not self._chunked.is_swapped
+        shown = chunk.master.read() if is_master else weights.shard
+        new = self._chunked.collectives.shard(whole).to(shown.device)
+        old = shown.to(new.dtype)
         changed = (new != old) & ~(new.isnan() & old.isnan())
         has_changed = bool(changed.any())
         if has_changed:
             chunk.wait_on_host()
             weights.settle()
-            target.copy_(torch.where(changed, new.to(target.dtype), target))
-            if target is not weights.shard and not weights.is_master:
-                weights.refresh(target)
+            values = torch.where(changed, new.to(shown.dtype), shown)
+            with chunk.master.stepping(0, len(values)) if is_master else nullcontext(shown) as target:
+                target.copy_(values)
+            if is_master:
+                chunk.master.publish()
         weights.settle()
         if weights.state is ChunkState.GATHERED:
             weights.storage.full.copy_(whole)

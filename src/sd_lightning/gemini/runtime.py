@@ -83,6 +83,8 @@ class Runtime:
         self.access = access
         self.observer: Observer | None = None
         self._auto = auto
+        self._is_torn = False
+        """Whether a backward pass that failed has stepped some of the chunks."""
         self._chunks = chunked.chunks
         self._chunks_of = chunked.chunks_of
         self.tracer = Tracer(self._chunks_of)
@@ -96,9 +98,22 @@ class Runtime:
         """Functions that remove hooks."""
         self._attach(is_alone=chunked.collectives.is_alone)
 
+    def check_is_consistent(self) -> None:
+        """Raise if a failed backward pass has stepped some chunks only.
+
+        Raises:
+            UsageError: It has.
+        """
+        if self._is_torn:
+            raise UsageError(
+                "Gemini has stepped some weights in a backward pass that was aborted before it stepped the others "
+                "(step_in_backward); resume from the last checkpoint"
+            )
+
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
         self.access.close()
+        self.check_is_consistent()
         if self.chunked.is_swapped:
             raise RuntimeError("an optimizer stepped between swap_in and swap_out")
         if self._pass.tasks:  # a failed one counts until it is aborted
@@ -132,6 +147,7 @@ class Runtime:
         if torch._C._current_graph_task_id() in self._pass.tasks:
             raise RuntimeError("Gemini: gradients were to be dropped inside the backward pass that computes them")
         self._reset()
+        self._is_torn |= bool(self.reducer.complete)
         self.reducer.drop()
         self.tracer.forget()
         if self._auto is not None:
@@ -307,6 +323,7 @@ class Runtime:
                 "pass: it is used outside of that block's forward, where it is not gathered; use it inside, or keep "
                 "the weights whole on the accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
+        self.reducer.check_incomplete(chunk)
         self.reducer.finish(chunk)  # gradients being sent must not be overwritten
         self.reducer.late.add(chunk.index)
 

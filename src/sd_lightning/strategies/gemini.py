@@ -27,6 +27,7 @@ from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import BytesByTier, UnitObserver
+from sd_lightning.strategies.gemini_checks import refuse_late_gradients
 from sd_lightning.strategies.gemini_footprint import footprint_of
 from sd_lightning.strategies.networks import (
     EnginePrecision,
@@ -76,6 +77,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().__init__(timeout=timeout)
 
     @property
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
+        return bool(self.config.step_in_backward)
+
+    @property
     def engine(self) -> GeminiEngine:
         """The engine of the current or the last run."""
         assert self._engine is not None
@@ -86,6 +91,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().check(trainer, module)
         refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
+        refuse_late_gradients(self.config, trainer)
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
@@ -104,6 +110,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
+        refuse_late_gradients(self.config, trainer)
         rest_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
         if not self.attach(trainer):
@@ -179,6 +186,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         self.engine.drop_optimizers()
         self.optimizers = [self.engine.optimizer(optimizer) for optimizer in self.optimizers]
+        for wrapper in self.optimizers if self.config.step_in_backward == "running_norm" else ():
+            engine_optimizer(wrapper).early.max_norm = float(trainer.gradient_clip_val or 0.0)
 
     @contextmanager
     @override
@@ -276,7 +285,7 @@ _COMPUTE_DTYPES = {
 
 
 class GeminiPrecision(EnginePrecision):
-    """Precision plugin that gathers weights in the compute dtype; master weights and states are always float32.
+    """Precision plugin that gathers weights in the compute dtype; master weights are as ``GeminiConfig.master`` says.
 
     ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32. ``bf16-true``
     computes in bfloat16 throughout. As in Lightning, it converts batches and creates new tensors in bfloat16, unless
@@ -321,7 +330,8 @@ class GeminiPrecision(EnginePrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
+        if not self._engine().skips_backward(tensor):
+            model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -333,14 +343,21 @@ class GeminiPrecision(EnginePrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        scale = self._engine().loss_scale
-        return {} if scale is None else {"loss_scale": scale.state_dict()}
+        scale, norms = self._engine().loss_scale, self._norms()
+        scales = {} if scale is None else {"loss_scale": scale.state_dict()}
+        return scales | ({"last_norms": norms} if norms else {})
+
+    def _norms(self) -> list[float]:
+        """Return the norms by which ``step_in_backward`` clips the next step."""
+        return [each.early.last_norm for each in self._engine().optimizers if each.early.max_norm is not None]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scale = self._engine().loss_scale
         if scale is not None and "loss_scale" in state_dict:
             scale.load_state_dict(state_dict["loss_scale"])
+        for optimizer, norm in zip(self._engine().optimizers, state_dict.get("last_norms", [])):
+            optimizer.early.last_norm = norm
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
@@ -410,12 +427,17 @@ def gemini(
     prefetch: int = 2,
     memory_cap: float | str | None = None,
     reduce_once: bool | Literal["auto"] = False,
+    master: Literal["float32", "split", "bfloat16"] = "float32",
+    rounding_seed: int = 0,
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32",
+    step_in_backward: bool | Literal["running_norm"] = False,
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
-    settings = dict(locals())
-    settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
+    settings: dict[str, Any] = dict(locals())
+    for name in ("reduce_dtype", "gradient_dtype"):
+        settings[name] = getattr(torch, str(settings[name]), settings[name])
     return GeminiStrategy(**settings)
 
 

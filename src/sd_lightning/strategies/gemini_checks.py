@@ -1,0 +1,42 @@
+"""What a trainer cannot do under some of Gemini's settings."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini import GeminiConfig
+
+
+def refuse_late_gradients(config: GeminiConfig, trainer: pl.Trainer) -> None:
+    """Raise if a trainer needs the gradients after a backward pass that steps.
+
+    Raises:
+        UsageError: It does: it accumulates them, or clips them in another way.
+    """
+    clip, mode = trainer.gradient_clip_val, config.step_in_backward
+    if not mode or trainer.state.fn not in (None, TrainerFn.FITTING):
+        return
+    accumulate, algorithm = trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm
+    unclipped, running = "write trainer.gradient_clip_val=null", "step_in_backward=running_norm"
+    for is_wrong, given, remedy in (
+        (
+            accumulate > 1,
+            f"trainer.accumulate_grad_batches={accumulate}",
+            "a step has one backward pass then: write trainer.accumulate_grad_batches=1",
+        ),
+        (
+            bool(clip) and mode is True,
+            f"trainer.gradient_clip_val={clip}",
+            f"the global norm is known after the pass: {unclipped}, or {running} to clip by the norm so far",
+        ),
+        (bool(clip) and algorithm == "value", "trainer.gradient_clip_algorithm=value", unclipped),
+        (
+            not clip and mode == "running_norm",
+            "no trainer.gradient_clip_val",
+            "give one, or write step_in_backward=true",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(f"GeminiStrategy got step_in_backward={str(mode).lower()} and {given}; {remedy}")

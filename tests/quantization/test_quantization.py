@@ -407,7 +407,7 @@ def test_other_things_than_a_model_and_a_config_are_told_what_is_expected(model:
                 verb(given)  # type: ignore[type-var]
     for config in ("int8", {"linear": "bitsandbytes"}, 8):
         with pytest.raises(
-            UsageError, match=r"quantize_ got config=.*; expected an Int8; write quantize_\(model, Int8"
+            UsageError, match=r"quantize_ got config=.*; expected an Int8, or one for .*; write quantize_\(model, Int8"
         ):
             quantize_(model, config)  # type: ignore[arg-type]
     assert not list(int8_layers(model.denoiser))

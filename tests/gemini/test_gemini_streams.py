@@ -13,7 +13,7 @@ from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from pretended_accelerator import Device, Race, pretended_accelerator
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini import chunk as chunk_file
-from sd_lightning.gemini.memory import whole_pages
+from sd_lightning.gemini.page_locked import whole_pages
 from sd_lightning.gemini.placement import Kind, Tier, plan_static
 from sd_lightning.state.shards import tensor_of
 

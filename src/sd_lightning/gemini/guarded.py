@@ -43,6 +43,16 @@ _ON_ITSELF: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 """What needs no values."""
+THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+ALIASES: set[Any] = {Tensor.data.__get__, SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+"""What returns the memory of a tensor, or replaces it."""
+RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+"""In-place functions that change the shape of a tensor, or its memory."""
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE.add("__setitem__")
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
 _APPLY = nn.Module._apply.__code__
@@ -244,3 +254,17 @@ class WholeGradients:
                 assert accumulated is not None
                 self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale())
         return chunk.part_of(parameter, self.whole[chunk.index])
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch writes its first argument."""
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
+
+
+def may_alias(result: Any, weight: Tensor) -> bool:
+    """Return whether user code may write a weight through what a function returned."""
+    return any(
+        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(result)
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
@@ -279,15 +280,23 @@ def pack_as_set(specs: Sequence[ParameterSpec], config: GeminiConfig, world_size
     chunks = pack(specs, config.chunk_numel or best_chunk_numel(tuple(specs), world_size), world_size)
     if config.master == "float32":
         return chunks
-    dtypes = {chunk.dtype for chunk in chunks if chunk.is_trained}
-    if dtypes - {torch.bfloat16}:
+    check_master(config, {chunk.dtype for chunk in chunks if chunk.is_trained})
+    return [replace(chunk, master=Master(config.master)) if chunk.is_trained else chunk for chunk in chunks]
+
+
+def check_master(config: GeminiConfig, dtypes: AbstractSet[torch.dtype]) -> None:
+    """Raise if weights that are computed with in these types have no master weights of the form in the settings.
+
+    Raises:
+        UsageError: They have not.
+    """
+    if config.master != "float32" and dtypes - {torch.bfloat16}:
         given = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise UsageError(
             f"GeminiConfig got master={config.master} for trained weights that are computed with in {given}; expected "
             "bfloat16 alone, whose bits are the upper half of float32's: set precision=bf16-mixed or bf16-true, "
             "compute_dtype=bfloat16 outside of Lightning, or leave master=float32"
         )
-    return [replace(chunk, master=Master(config.master)) if chunk.is_trained else chunk for chunk in chunks]
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.auto import AutoPlacement
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
-from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer, Tracer
+from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer
 from sd_lightning.gemini.guarded import OUTSIDE
 from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.passes import Call, Calls, GraphTask, Pass, Route, order_of
+from sd_lightning.gemini.tracer import Tracer
 
 Observer = Callable[[str, str], None]
 """(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""

@@ -38,6 +38,9 @@ class RunSettings:
     num_nodes: int = 1
     channels_last: bool = False
     """Whether convolution weights are to be in the NHWC layout."""
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
 
 
 class EngineStrategy:

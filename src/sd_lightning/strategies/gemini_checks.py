@@ -1,24 +1,24 @@
-"""What a trainer cannot do under some of Gemini's settings."""
+"""What a run cannot have under some of Gemini's settings."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig
+from sd_lightning.strategies.base import RunSettings
 
 
-def refuse_late_gradients(config: GeminiConfig, trainer: pl.Trainer) -> None:
-    """Raise if a trainer needs the gradients after a backward pass that steps.
+def refuse_late_gradients(config: GeminiConfig, run: RunSettings | pl.Trainer) -> None:
+    """Raise if a run needs the gradients after a backward pass that steps.
 
     Raises:
         UsageError: It does: it accumulates them, or clips them in another way.
     """
-    clip, mode = trainer.gradient_clip_val, config.step_in_backward
-    if not mode or trainer.state.fn not in (None, TrainerFn.FITTING):
+    clip, mode = run.gradient_clip_val, config.step_in_backward
+    if not mode:
         return
-    accumulate, algorithm = trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm
+    accumulate, algorithm = run.accumulate_grad_batches, run.gradient_clip_algorithm
     unclipped, running = "write trainer.gradient_clip_val=null", "step_in_backward=running_norm"
     for is_wrong, given, remedy in (
         (

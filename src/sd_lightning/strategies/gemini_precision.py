@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiEngine, GeminiOptimizer
 from sd_lightning.strategies.networks import EnginePrecision
+
+log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {
     "32-true": torch.float32,
@@ -87,7 +90,13 @@ class GeminiPrecision(EnginePrecision):
     def state_dict(self) -> dict[str, Any]:
         scale, norms = self._engine().loss_scale, self._norms()
         scales = {} if scale is None else {"loss_scale": scale.state_dict()}
-        return scales | ({"last_norms": norms} if norms else {})
+        rounded = {} if self._rounding_seed is None else {"rounding_seed": self._rounding_seed}
+        return scales | rounded | ({"last_norms": norms} if norms else {})
+
+    @property
+    def _rounding_seed(self) -> int | None:
+        config = self._engine().config
+        return config.rounding_seed if config.master == "bfloat16" else None
 
     def _norms(self) -> list[float]:
         """Return the norms by which ``step_in_backward`` clips the next step."""
@@ -100,6 +109,12 @@ class GeminiPrecision(EnginePrecision):
             scale.load_state_dict(state_dict["loss_scale"])
         for optimizer, norm in zip(self._engine().optimizers, state_dict.get("last_norms", [])):
             optimizer.early.last_norm = norm
+        seeds = state_dict.get("rounding_seed"), self._rounding_seed
+        if seeds[0] != seeds[1]:
+            before, now = (
+                "no rounded weights" if seed is None else f"master=bfloat16 rounding_seed={seed}" for seed in seeds
+            )
+            log.warning("the checkpoint was trained with %s, and this run has %s: not the same bits", before, now)
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:

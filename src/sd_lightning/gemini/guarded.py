@@ -233,10 +233,11 @@ class WholeGradients:
     def _has_gradient(self, parameter: nn.Parameter, optimizer: ChunkOptimizer) -> bool:
         """Return whether a parameter has a gradient on any rank; a collective call."""
         if optimizer.has_stepped:
+            between = "use it between the backward pass and the step, in on_after_backward or on_before_optimizer_step"
+            early = "leave step_in_backward out to use it: the backward pass has stepped"
             raise UsageError(
                 f"Gemini got {self._chunked.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
-                "stepped, which frees the gradients; use it between the backward pass and the step, in "
-                "on_after_backward or on_before_optimizer_step"
+                f"stepped, which frees the gradients; {early if self._chunked.config.step_in_backward else between}"
             )
         if optimizer not in self.touched:
             self._chunked.collectives.meet(f"touches {self._chunked.name_of(parameter)}.grad")

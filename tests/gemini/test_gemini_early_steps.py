@@ -286,14 +286,10 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
 def test_trainers_that_need_gradients_after_the_pass_are_refused(
     mode: Any, options: dict[str, Any], message: str
 ) -> None:
+    strategy = GeminiStrategy(step_in_backward=mode)
     with pytest.raises(UsageError, match=message):
-        small_training.fit(
-            small_training.module(),
-            small_training.data(),
-            1,
-            strategy=GeminiStrategy(step_in_backward=mode),
-            **options,
-        )
+        small_training.fit(small_training.module(), small_training.data(), 1, strategy=strategy, **options)
+    leave_process_group()
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool, sc
 
     A code is the value's root, in units of the largest in its block: the square root with the sign of first moments,
     the fourth root of second moments. So the distance between codes shrinks with the value, as it does in the dynamic
-    map of bitsandbytes. Second moments above zero stay at or above a code that makes the update too small, not too large.
+    map of bitsandbytes. Second moments above zero get code 10 at least, so that updates get smaller and never larger.
 
     Args:
         values: (n,), from the beginning of a block.

@@ -66,8 +66,8 @@ class Chunk:
         self.gradients = ChunkGradients(self.weights, slow_dtype)
         self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
-        self.convert: Callable[[Shard, str, Tensor, torch.device], None] | None = None
-        """Converts a state that has come from another device, if an optimizer keeps it in a form of its own there."""
+        self.converters: dict[str, Callable[[Shard, str, Tensor, torch.device], None]] = {}
+        """By name of a state: converts it when it has come from another device, where it may have another form."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""
         self.slots = self.weights.storage.slots
@@ -100,8 +100,8 @@ class Chunk:
         for name, state in self.states.items():
             source = state.tensor.device
             self.states[name] = moved = self.memory.moved(state, placement.optim_tier)
-            if self.convert is not None and moved.tensor.device != source:
-                self.convert(self.bounds, name, moved.tensor, source)
+            if moved.tensor.device != source:
+                self.converters[name](self.bounds, name, moved.tensor, source)
         self.gradients.move(placement.step_tier)
         self.master.move(placement)
         self.weights.move(placement)

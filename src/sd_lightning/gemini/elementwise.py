@@ -53,6 +53,8 @@ class Ranges:
     """Progress of all ranges before this step; None before the first."""
     scratch: Sequence[Tensor] = ()
     """As many float32 tensors as the update's ``num_scratch``, each for the values of one range."""
+    draws: Sequence[tuple[int, str, int]] = ()
+    """For random numbers, of each range: the seed, the last parameter's name, and the first element counted in it."""
 
 
 class Update(ABC):

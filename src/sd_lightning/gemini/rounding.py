@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def split(values: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
     ``upper`` is rounded to the nearest, ties to even, like every conversion of torch. ``lower`` has the low bits of
     float32, which as a signed number are also the distance from ``upper``: it is in [-32768, 32767]. One distance is
     missing: a tie that is rounded down is 32768 above. So 65537 values round to an even upper half, and 65535 to an odd
-    one; no 16 bits tell them apart. Such ties are rare (1 in 2**17 weights), and listed.
+    one; no 16 bits tell them apart. Such ties are listed: 1 in 2**17 trained weights, 1 in 16 just read from float16.
 
     Args:
         values: float32 (N,), on the host.
@@ -25,16 +27,18 @@ def split(values: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
         lower: int16 (N,), filled.
 
     Returns:
-        int64, the indices of ties that were rounded down.
+        int32, the indices of ties that were rounded down.
     """
     bits = values.view(torch.int32)
     upper.copy_(values)
     lower.copy_(bits)
-    # Comparing all bits would take longer than everything else; the minimum of a row of ``lower`` takes no time.
+    # Comparing all bits takes longer than everything else; the minimum of a row of ``lower`` takes no time.
     whole = len(lower) // _ROW * _ROW
     rows = (lower[:whole].view(-1, _ROW).amin(1) == -_TIE).nonzero()
+    if _ROW * len(rows) > len(lower) // 16:  # weights read from float16 have ties in every row
+        return (bits.bitwise_and(_UP | 0xFFFF) == _TIE).nonzero().view(-1).to(torch.int32)
     near = torch.cat([(rows * _ROW + torch.arange(_ROW)).view(-1), torch.arange(whole, len(lower))])
-    return near[bits[near] & (_UP | 0xFFFF) == _TIE]
+    return near[bits[near] & (_UP | 0xFFFF) == _TIE].to(torch.int32)
 
 
 def join(upper: Tensor, lower: Tensor, ties: Tensor, out: Tensor) -> None:
@@ -61,15 +65,21 @@ def round_stochastically(values: Tensor, keys: tuple[int, int], first: int, out:
     values.nan_to_num_(torch.nan, torch.inf, -torch.inf)  # a NaN with all bits set would be rounded up to -0
     bits = values.view(torch.int32)
     bits += _TIE
-    bits += _hashed(values.numel(), keys, first, values.device).to(torch.int32)  # in [-32768, 32767]
+    bits += hashed(values.numel(), keys, first, values.device).to(torch.int32)  # in [-32768, 32767]
     out.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+def keys_of(seed: int, step: int, name: str) -> tuple[int, int]:
+    """Return the keys of the random numbers of what is rounded under a name in a step."""
+    digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little") >> 1, int.from_bytes(digest[4:], "little") >> 1
 
 
 _MIXERS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1))
 """Shifts and factors of ``lowbias32``, a bijection of 32-bit words (C. Wellons, "Prospecting for hash functions")."""
 
 
-def _hashed(numel: int, keys: tuple[int, int], first: int, device: torch.device) -> Tensor:
+def hashed(numel: int, keys: tuple[int, int], first: int, device: torch.device) -> Tensor:
     """Return random int16 numbers by index, two from each word, which is mixed with one key before each factor."""
     words = torch.arange(first // 2, (first + numel + 1) // 2, dtype=torch.int32, device=device)
     shifted = torch.empty_like(words)

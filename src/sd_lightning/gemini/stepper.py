@@ -103,7 +103,7 @@ class Stepper:
                     numel, dtype = self.update.size(chunk.bounds)
                     tier = chunk.placement.optim_tier
                     chunk.states[name] = chunk.memory.allocate(tier, Kind.OPTIMIZER, numel, dtype, zero=True)
-            chunk.convert = self.update.moved
+                    chunk.converters[name] = self.update.moved
 
     def check_frozen(self) -> None:
         """Raise if a parameter got trainable that was frozen when the engine was made.
@@ -208,7 +208,12 @@ class Stepper:
                         for begin, end, _ in part
                     ]
                     settings = self._inner.param_groups[group]
-                    arguments = Ranges(opened, own, states, progress, rows)
+                    seed, bounds = self._chunked.config.rounding_seed, chunk.bounds
+                    draws = [
+                        (seed, slot.name, bounds.owned(slot)[0] - bounds.range_of(slot)[0] + begin)
+                        for begin, _, slot in part
+                    ]
+                    arguments = Ranges(opened, own, states, progress, rows, draws)
                     self._after[group, progress] = self.update.apply(arguments, settings, divisor, found_inf)
 
     def _scratch_of(self, chunk: Chunk) -> list[Tensor]:

@@ -311,7 +311,9 @@ def _implied(spec: RunSpec, training: TrainingRun, command: CommandLine) -> Iter
     train = OmegaConf.create(command.compose(list(command.overrides)))
     wanted: dict[str, Any] = {key: spec[key] for key in _SHARED}
     wanted["data.resolution"] = training.resolution
-    if spec["encoders"] != "none":
+    if spec["encoders"] == "none":
+        wanted["callbacks.samples"] = None  # they would need the encoders
+    else:
         wanted["data.cache_latents"] = training.cache_latents
         if training.cache_latents:
             wanted["data.center_crop"] = True  # latents can be cached of images that do not change

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import nn
 
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_as_set
+from sd_lightning.gemini.memory import whole_pages
 from sd_lightning.gemini.placement import (
     EARLY_GRADIENTS,
     SENT_GRADIENTS,
@@ -23,7 +26,15 @@ from sd_lightning.gemini.placement import (
     whole_gradient_bytes,
 )
 from sd_lightning.gemini.updates import update_of
-from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
+from sd_lightning.planner.footprint import (
+    PAGE_LOCKED_ROUNDING,
+    Footprint,
+    Holding,
+    Traffic,
+    Weight,
+    When,
+    Workload,
+)
 
 Sizes = dict[tuple[Tier, str], int]
 
@@ -102,15 +113,24 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
 def _held(
     config: GeminiConfig, layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], workload: Workload
 ) -> Sizes:
-    """Return the bytes of this process's weights, gradients, states and scratch by tier and kind."""
+    """Return the bytes of this process's weights, gradients, states and scratch by tier and kind.
+
+    On the host also what page-locked memory takes beside: whole pages, and free blocks that await a chunk of their
+    size.
+    """
     optimizer = workload.optimizer([nn.Parameter(torch.empty(1))])
     update, group = update_of(optimizer), optimizer.param_groups[0]
     count = len(update.states(group))
     held: Sizes = defaultdict(int)
+    locked: list[int] = []
+    """Blocks of page-locked memory."""
     for layout, place in zip(layouts, places, strict=True):
         size, dtype = update.size(Shard(layout, 0, workload.world_size))
-        for tier, kind, nbytes in held_bytes(layout, place, count * size * dtype.itemsize, workload.world_size):
+        state = size * dtype.itemsize
+        for tier, kind, nbytes in held_bytes(layout, place, count * state, workload.world_size):
             held[tier, kind] += nbytes
+            if tier is Tier.SLOW and kind != "gradients":
+                locked += [state] * count if kind == "optimizer states" else [nbytes]
     gradients: dict[Tier, list[int]] = defaultdict(list)
     scratch: set[tuple[Tier, int]] = set()
     """Tiers, and the numbers of float32 tensors that their chunks need while they are stepped."""
@@ -126,10 +146,21 @@ def _held(
     for tier, sizes in gradients.items():
         count = EARLY_GRADIENTS[tier] if config.step_in_backward else len(sizes)
         held[tier, "gradients"] = sum(sorted(sizes)[-count:])
+        locked += _most_alike(sizes, count) if tier is Tier.SLOW else ()
     largest = max((layout.numel // workload.world_size for layout in layouts if layout.is_trained), default=0)
     for tier, num_scratch in scratch:
-        held[tier, _SCRATCH] += 4 * num_scratch * min(STEP_BLOCK[tier], largest)
+        nbytes = 4 * num_scratch * min(STEP_BLOCK[tier], largest)
+        held[tier, _SCRATCH] += nbytes
+        locked += [nbytes] if tier is Tier.SLOW else ()
+    beside = sum(map(whole_pages, locked)) - sum(nbytes for (tier, _), nbytes in held.items() if tier is Tier.SLOW)
+    held[Tier.SLOW, PAGE_LOCKED_ROUNDING] = max(beside, 0)
     return held
+
+
+def _most_alike(sizes: Sequence[int], count: int) -> Iterator[int]:
+    """Yield each size as often as it is among ``count`` in a row: a free block is for another one of its size."""
+    rows = (Counter(sizes[begin : begin + count]) for begin in range(max(len(sizes) - count, 0) + 1))
+    yield from reduce(or_, rows).elements()
 
 
 def _staged(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], world_size: int) -> int:
@@ -140,7 +171,7 @@ def _staged(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], wo
         if layout.is_trained and place.param_tier is Tier.FAST and place.step_tier is Tier.SLOW
         if layout.dtype.itemsize < layout.kept_dtype.itemsize
     )
-    return sum(nbytes * min(count, 2) for nbytes, count in sizes.items())
+    return sum(whole_pages(nbytes) * min(count, 2) for nbytes, count in sizes.items())
 
 
 def _traffic(

@@ -167,7 +167,12 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
 
 def values_for(option: str, tmp_path: Path) -> list[str]:
     """Give the values that an option has no default for."""
-    from_store = ("experiment/ladder_latents", "experiment/ladder_compile", "experiment/consumer_gpu")
+    from_store = (
+        "experiment/ladder_latents",
+        "experiment/ladder_compile",
+        "experiment/consumer_gpu",
+        "experiment/little_host_memory",
+    )
     if option in ("data/images", "experiment/sd21_finetune") or (
         option.startswith("experiment/ladder_") and option not in from_store
     ):

@@ -310,7 +310,7 @@ def test_bytes_at_rest_and_in_a_step_equal_the_closed_form(master: Any) -> None:
         assert engine.ledger.current[Tier.SLOW] == PER_WEIGHT[master] * numel + ties
     scratch = 4 * largest * (master != "float32")
     assert engine.ledger.kind_peak[Tier.SLOW, Kind.SCRATCH] == scratch
-    assert 0 <= engine.ledger.peak[Tier.SLOW] - (PER_WEIGHT[master] + 4) * numel - scratch <= 8 * 10, "a few ties"
+    assert 0 <= engine.ledger.peak[Tier.SLOW] - (PER_WEIGHT[master] + 4) * numel - scratch <= 4 * 10, "a few ties"
 
 
 def test_ties_are_counted_and_stepped_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_ties_are_counted_and_stepped_piece_by_piece(monkeypatch: pytest.MonkeyP
     (split_, ties), (whole, none) = trained("split"), trained("float32")
     assert all(torch.equal(whole[name], split_[name]) for name in whole)
     count = sum(p.numel() for p in _half_network().parameters())
-    assert none == 0 and ties % 8 == 0 and 0.03 < ties / 8 / count < 0.1
+    assert none == 0 and ties % 4 == 0 and 0.03 < ties / 4 / count < 0.1
 
 
 def _half_network() -> nn.Module:
@@ -396,7 +396,7 @@ def test_two_ranks_train_split_weights_as_float32_ones(two_ranks: list[dict[str,
         assert len(digests) == 1
         assert rank["slow/split"].losses == rank["slow/float32"].losses
         notes = rank["slow/split"].notes
-        ties, rest = divmod(notes["at_rest"]["slow"] - 12 * notes["numel"] // 2, 8)
+        ties, rest = divmod(notes["at_rest"]["slow"] - 12 * notes["numel"] // 2, 4)
         assert 0 <= ties < 10 and not rest and len(notes["at_rest"]) == 1
 
 
@@ -408,12 +408,17 @@ def test_two_ranks_round_alike_on_every_tier(two_ranks: list[dict[str, Findings]
     }
 
 
-@pytest.mark.parametrize("master", PER_WEIGHT)
-@pytest.mark.parametrize("tiers", [(1.0, 1.0), (1.0, 0.5), (0.5, 0.25), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("master", "tiers"),
+    [
+        (master, tiers)
+        for master in PER_WEIGHT
+        for tiers in [(1.0, 1.0), (1.0, 0.5), (0.5, 0.25), (0.0, 0.0)]
+        if master != "split" or min(tiers)  # refused: nothing would be split
+    ],
+)
 @pytest.mark.parametrize("early", [False, True])
 def test_the_planner_counts_what_the_engine_takes(master: Any, tiers: tuple[float, float], early: bool) -> None:
-    if master == "split" and not min(tiers):
-        pytest.skip("refused: nothing would be split")
     size, count = 64, 4
     optim, param = tiers
     narrow = torch.bfloat16 if optim else torch.float32

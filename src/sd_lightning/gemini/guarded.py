@@ -228,7 +228,14 @@ class WholeGradients:
                 f"Gemini got {self._chunked.name_of(parameter)}.grad inside of a backward pass, where gradients are "
                 "not summed yet; use it in on_after_backward or on_before_optimizer_step"
             )
-        return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
+        optimizer = next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
+        if optimizer is not None and self._reducer.stepped:
+            raise UsageError(
+                f"Gemini got {self._chunked.name_of(parameter)}.grad, or zero_grad() of its network, between the "
+                "backward pass, which has stepped and freed the gradients (step_in_backward), and the optimizer's "
+                "step; leave step_in_backward out to read, change or drop them there"
+            )
+        return optimizer
 
     def _has_gradient(self, parameter: nn.Parameter, optimizer: ChunkOptimizer) -> bool:
         """Return whether a parameter has a gradient on any rank; a collective call."""

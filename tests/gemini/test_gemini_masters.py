@@ -453,11 +453,16 @@ def test_the_planner_counts_what_the_engine_takes(master: Any, tiers: tuple[floa
             assert counted.get("swapped weights", 0) == kinds[tier, Kind.SWAPPED]
 
 
-def test_average_and_checkpoints_of_split_weights_are_those_of_float32_ones(tmp_path: Path) -> None:
-    """Under Lightning, and a run of each form goes on with the other; rounded weights resume to the bit, too."""
+def test_average_and_checkpoints_of_split_weights_are_those_of_float32_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under Lightning, and a run of each form goes on with the other; rounded weights resume to the bit, too.
 
-    def run(name: str, master: Any, steps: int, resume: Path | None = None) -> Path:
-        strategy = GeminiStrategy(master=master, **OFFLOADED)
+    With another seed, or another form, they go on as well, and that is told.
+    """
+
+    def run(name: str, master: Any, steps: int, resume: Path | None = None, **settings: Any) -> Path:
+        strategy = GeminiStrategy(master=master, **OFFLOADED, **settings)
         options = {"strategy": strategy, "precision": "bf16-mixed", "resume": resume, "train_text_encoder": False}
         try:
             return small_training.train(tmp_path / name, steps, save=(2,), **options)
@@ -473,3 +478,13 @@ def test_average_and_checkpoints_of_split_weights_are_those_of_float32_ones(tmp_
     assert masters and all(tensor.dtype == torch.bfloat16 for tensor in masters.values())
     half = next(rounded.parent.glob("*2"))
     small_training.assert_bitwise_equal(rounded, run("resumed_rounded", "bfloat16", 4, resume=half))
+    assert "not the same bits" not in caplog.text
+    reseeded = run("reseeded", "bfloat16", 3, resume=half, rounding_seed=7)
+    assert "bfloat16 rounding_seed=0, and this run has master=bfloat16 rounding_seed=7: not the same" in caplog.text
+    again = run("again", "bfloat16", 3, resume=half)
+    before, after = small_training.stored(again), small_training.stored(reseeded)
+    assert any(not torch.equal(before[key], after[key]) for key in masters)
+    run("widened", "float32", 3, resume=half)
+    assert "rounding_seed=0, and this run has no rounded weights: not the same bits" in caplog.text
+    run("narrowed", "bfloat16", 3, resume=next(split_.parent.glob("*2")))
+    assert "trained with no rounded weights, and this run has master=bfloat16 rounding_seed=0" in caplog.text

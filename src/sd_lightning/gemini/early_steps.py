@@ -124,7 +124,7 @@ class EarlySteps:
         Raises:
             UsageError: It has, and its gradients are freed.
         """
-        if self._reducer.stepped:
+        if self._reducer.complete:
             raise UsageError(
                 f"Gemini was asked {purpose} after the backward pass, which has stepped and freed them "
                 f"(step_in_backward); {remedy}, or leave step_in_backward out"

@@ -229,7 +229,7 @@ class WholeGradients:
                 "not summed yet; use it in on_after_backward or on_before_optimizer_step"
             )
         optimizer = next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
-        if optimizer is not None and self._reducer.stepped:
+        if optimizer is not None and self._reducer.complete:
             raise UsageError(
                 f"Gemini got {self._chunked.name_of(parameter)}.grad, or zero_grad() of its network, between the "
                 "backward pass, which has stepped and freed the gradients (step_in_backward), and the optimizer's "

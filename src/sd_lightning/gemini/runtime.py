@@ -28,8 +28,8 @@ Observer = Callable[[str, str], None]
 log = logging.getLogger(__name__)
 
 TORN = (
-    "Gemini has stepped some weights in a backward pass that was aborted before it stepped the others "
-    "(step_in_backward): they are of two different steps; resume from the last checkpoint"
+    "Gemini has stepped weights in a backward pass that failed, or that no optimizer step followed (step_in_backward), "
+    "so that they may be of two different steps; resume from the last checkpoint"
 )
 
 Before = Callable[[nn.Module, Any], None]
@@ -107,7 +107,7 @@ class Runtime:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a backward pass that failed has stepped some of the weights."""
+        """Whether a backward pass that failed or was dropped has stepped some of the weights."""
         return bool(self.reducer.stepped) and (self._pass.has_failed or not self.reducer.complete)
 
     def check_is_consistent(self, *, before_step: bool = False) -> None:

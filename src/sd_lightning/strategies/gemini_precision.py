@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiEngine, GeminiOptimizer
 from sd_lightning.strategies.networks import EnginePrecision
+
+log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {
     "32-true": torch.float32,
@@ -88,7 +91,13 @@ class GeminiPrecision(EnginePrecision):
         scale = self._engine().loss_scale
         norms = [each.early.last_norm for each in self._engine().optimizers if each.early.max_norm]
         scales = {} if scale is None else {"loss_scale": scale.state_dict()}
-        return scales | ({"last_norm": norms[0]} if norms else {})
+        rounded = {} if self._rounding_seed is None else {"rounding_seed": self._rounding_seed}
+        return scales | rounded | ({"last_norm": norms[0]} if norms else {})
+
+    @property
+    def _rounding_seed(self) -> int | None:
+        config = self._engine().config
+        return config.rounding_seed if config.master == "bfloat16" else None
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,6 +106,12 @@ class GeminiPrecision(EnginePrecision):
             scale.load_state_dict(state_dict["loss_scale"])
         for optimizer in self._engine().optimizers:
             optimizer.early.last_norm = state_dict.get("last_norm", 0.0)
+        seeds = state_dict.get("rounding_seed"), self._rounding_seed
+        if seeds[0] != seeds[1]:
+            before, now = (
+                "no rounded weights" if seed is None else f"master=bfloat16 rounding_seed={seed}" for seed in seeds
+            )
+            log.warning("the checkpoint was trained with %s, and this run has %s: not the same bits", before, now)
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:

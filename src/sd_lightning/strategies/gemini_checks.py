@@ -21,7 +21,7 @@ def refuse_late_gradients(config: GeminiConfig, run: RunSettings | pl.Trainer) -
         return
     accumulate, algorithm = run.accumulate_grad_batches, run.gradient_clip_algorithm
     unclipped, running = "write trainer.gradient_clip_val=null", "step_in_backward=running_norm"
-    callbacks, module = (run.callbacks, run.lightning_module) if isinstance(run, pl.Trainer) else ([], None)
+    callbacks, module = getattr(run, "callbacks", []), getattr(run, "lightning_module", None)  # of a trainer
     schedulers = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     for is_wrong, given, remedy in (
         (

@@ -90,6 +90,8 @@ class GeminiEngine(ChunkedNetworks):
     def drop_optimizers(self) -> None:
         """Drop all optimizers, their states and gradients, for example before a new fit."""
         self.abort()
+        for optimizer in self.optimizers:
+            optimizer.stepper.finish(set())  # its scratch, if a backward pass has stepped
         self.optimizers.clear()
         self.runtime.reducer.step_chunk = None
         for chunk in self.chunks:

@@ -43,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "SGD"},
     "own_class": {"optimizer": "NAdam"},
     "8bit": {"optimizer": "AdamW8bit"},
-    "early": {"config": OFFLOADED | {"step_in_backward": True, "gradient_dtype": torch.bfloat16}},
+    "early": {"config": OFFLOADED | {"step_in_backward": True, "gradient_dtype": "bfloat16"}},
 }
 
 

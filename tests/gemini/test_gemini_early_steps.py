@@ -6,15 +6,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import small_training
 from gemini_jobs import PLACEMENTS, Findings, Job, run_ranks, train, weights_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, GeminiOptimizer
 from sd_lightning.planner.footprint import Weight, Workload
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.gemini_footprint import footprint_of
 from sd_lightning.strategies.processes.group import leave_process_group
@@ -214,20 +218,103 @@ def test_what_needs_gradients_after_they_are_freed_is_refused(stepped: tuple[Gem
     for ask in (optimizer.grad_norm, lambda: optimizer.clip_grad_norm_(1.0), lambda: optimizer.clip_grad_value_(1.0)):
         with pytest.raises(UsageError, match="after the backward pass, which has stepped.*gradient_clip_val=null"):
             ask()
-    with pytest.raises(UsageError, match="asked to drop gradients"):
+    with pytest.raises(UsageError, match="asked to drop gradients.*call zero_grad.. before the backward pass"):
         optimizer.zero_grad()
-    with pytest.raises(UsageError, match=r"\.grad after AdamW has stepped, which frees the gradients; leave step_in"):
-        _ = next(engine.networks[""].parameters()).grad
+    weight = next(engine.networks[""].parameters())
+    for touch in (lambda: weight.grad, engine.networks[""].zero_grad, lambda: setattr(weight, "grad", None)):
+        with pytest.raises(UsageError, match=r"0.weight.grad after AdamW has stepped.* leave step_in_backward out"):
+            touch()
     with pytest.raises(UsageError, match="by a second backward pass before the optimizer's step"):
         engine.backward(loss_of(engine))
 
 
-def test_a_learning_rate_that_changes_after_the_backward_pass_is_refused(
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "betas"])
+def test_a_setting_that_changes_after_the_backward_pass_is_refused(
+    stepped: tuple[GeminiEngine, GeminiOptimizer], name: str
+) -> None:
+    group = stepped[1].param_groups[0]
+    group[name] = (0.5, 0.5) if name == "betas" else 5.0
+    with pytest.raises(UsageError, match=f"other values of {name} in parameter groups after the backward pass"):
+        stepped[1].step()
+
+
+def test_a_learning_rate_in_a_tensor_is_watched() -> None:
+    engine, optimizer = layers(EARLY)
+    optimizer.param_groups[0]["lr"] = rate = torch.tensor(1e-3)
+    for _ in range(2):
+        engine.backward(loss_of(engine))
+        optimizer.step()
+        rate.mul_(0.5)
+    engine.backward(loss_of(engine))
+    rate.mul_(0.5)
+    with pytest.raises(UsageError, match="other values of lr in parameter groups"):
+        optimizer.step()
+
+
+def test_weights_are_not_saved_between_the_backward_pass_and_the_step(
     stepped: tuple[GeminiEngine, GeminiOptimizer],
 ) -> None:
-    stepped[1].param_groups[0]["lr"] = 5.0
-    with pytest.raises(UsageError, match=r"learning rates \[5.0\] after the backward pass has stepped with \[0.001\]"):
-        stepped[1].step()
+    engine, optimizer = stepped
+    for save in (engine.state.parameter_shards, lambda: next(engine.whole_weights()), engine.restore):
+        with pytest.raises(UsageError, match="and before the optimizer's step; save after it"):
+            save()
+    optimizer.step()
+    assert len(engine.state.parameter_shards()) == COUNT
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_of_inputs_step_nothing(when: str) -> None:
+    """Guidance by gradients, or a validation that computes some, beside the pass that trains."""
+
+    def trained(mode: bool) -> dict[str, Tensor]:
+        engine, optimizer = layers({"compute_dtype": torch.float32, "step_in_backward": mode})
+        for _ in range(2):
+            y = torch.ones(4, WIDTH, requires_grad=True)
+            if when == "before":
+                torch.autograd.grad(engine.networks[""](y).sum(), y)
+            engine.backward(loss_of(engine))
+            optimizer.step()
+            if when == "after":
+                torch.autograd.grad(engine.networks[""](y).sum(), y)
+                optimizer.zero_grad()
+                engine.abort()
+                assert len(engine.state.parameter_shards()) == COUNT
+        return weights_of(engine)
+
+    early, later = trained(True), trained(False)
+    assert all(torch.equal(early[name], later[name]) for name in later)
+
+
+def test_gradients_that_come_too_late_to_be_clipped_are_refused() -> None:
+    config = {"compute_dtype": torch.float32, "shard_param_frac": 0.0, "step_in_backward": "running_norm"}
+    engine, optimizer = layers(config)
+    with pytest.raises(UsageError, match=r"max_norm=None; set engine.optimizers\[0\].early.max_norm"):
+        engine.backward(loss_of(engine))
+    engine.abort()
+    optimizer.early.max_norm = 1.0
+    first, *others = engine.networks[""].children()
+    hidden = nn.Sequential(*others)(torch.ones(4, WIDTH))
+    engine.backward(nn.functional.linear(hidden, first.weight).sum())
+    with pytest.raises(UsageError, match="gradient of 0.weight from outside of its block's forward.*running_norm"):
+        optimizer.step()
+
+
+def test_a_penalty_on_weights_is_taken_after_the_call() -> None:
+    config = {"compute_dtype": torch.float32, "shard_param_frac": 0.0}
+
+    def trained(mode: bool) -> dict[str, Tensor]:
+        engine, optimizer = layers({**config, "step_in_backward": mode})
+        loss = loss_of(engine)
+        engine.backward(loss + engine.networks[""][3].weight.square().sum())
+        optimizer.step()
+        return weights_of(engine)
+
+    early, later = trained(True), trained(False)
+    assert all(torch.equal(early[name], later[name]) for name in later)
+    engine, _ = layers({**config, **EARLY})
+    penalty = engine.networks[""][3].weight.square().sum()
+    with pytest.raises(UsageError, match="a penalty on weights that is taken before .* penalties after the call"):
+        engine.backward(loss_of(engine) + penalty)
 
 
 def test_micro_batches_and_a_second_optimizer_are_refused() -> None:
@@ -238,9 +325,7 @@ def test_micro_batches_and_a_second_optimizer_are_refused() -> None:
         engine.optimizer(torch.optim.SGD(engine.networks[""].parameters(), lr=1.0))
 
 
-def test_a_pass_that_fails_after_some_steps_cannot_be_gone_on_from() -> None:
-    engine, optimizer = layers(EARLY)
-
+def fail_after_some_steps(engine: GeminiEngine) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -248,10 +333,61 @@ def test_a_pass_that_fails_after_some_steps_cannot_be_gone_on_from() -> None:
     with pytest.raises(ZeroDivisionError):
         engine.backward(loss_of(engine))
     handle.remove()
-    engine.abort()
-    for go_on in (optimizer.step, engine.state.parameter_shards):
-        with pytest.raises(UsageError, match="has stepped some weights in a backward pass that was aborted.*resume"):
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_pass_that_fails_after_some_steps_cannot_be_gone_on_from(
+    is_aborted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, optimizer = layers(EARLY)
+    fail_after_some_steps(engine)
+    if is_aborted:
+        engine.abort()
+        assert "resume from the last checkpoint" in caplog.text
+    states = engine.state.parameter_shards, lambda: next(engine.whole_weights()), engine.restore
+    for go_on in (optimizer.step, *states, lambda: engine.backward(loss_of(engine))):
+        with pytest.raises(UsageError, match="has stepped weights in a backward pass that failed.*resume"):
             go_on()
+
+
+def test_a_pass_that_fails_before_any_step_is_gone_on_from() -> None:
+    engine, optimizer = layers({**EARLY, "offload_optim_frac": 1.0})
+    network, before = engine.networks[""], weights_of(engine)
+    handle = network[COUNT - 3].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss_of(engine))
+    handle.remove()
+    engine.abort()
+    assert all(torch.equal(old, now) for old, now in zip(before.values(), weights_of(engine).values(), strict=True))
+    engine.backward(loss_of(engine))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_checkpoint_mends_what_a_failed_pass_has_left(is_new: bool) -> None:
+    engine, optimizer = layers({**EARLY, "offload_optim_frac": 1.0, "gradient_dtype": torch.bfloat16})
+    before, at_rest = weights_of(engine), engine.ledger.current["slow"]  # type: ignore[index]
+    fail_after_some_steps(engine)
+    if is_new:  # as a second fit does
+        engine.drop_optimizers()
+        optimizer = engine.optimizer(torch.optim.AdamW(engine.networks[""].parameters(), lr=1e-3))
+        assert len(engine.state.parameter_shards()) == COUNT, "states that are to be loaded are listed"
+        with pytest.raises(UsageError, match="resume from the last checkpoint"):
+            engine.backward(loss_of(engine))
+
+    def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+        out.copy_(before[name].reshape(-1)[begin:end])
+
+    saved = {name: SavedParameter((WIDTH, WIDTH), {}, {}) for name in before}
+    engine.state.load(saved, engine.state.optimizer_groups(), read)
+    engine.abort()
+    assert engine.ledger.current["slow"] == at_rest  # type: ignore[index]
+    engine.backward(loss_of(engine))
+    optimizer.step()
+    expected, theirs = layers({**EARLY, "offload_optim_frac": 1.0})
+    expected.backward(loss_of(expected))
+    theirs.step()
+    assert all(torch.equal(now, weights_of(expected)[name]) for name, now in weights_of(engine).items())
 
 
 @pytest.mark.parametrize(
@@ -281,15 +417,85 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
         (True, {"gradient_clip_val": None, "accumulate_grad_batches": 2}, "write trainer.accumulate_grad_batches=1"),
         ("running_norm", {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm=value"),
         ("running_norm", {"gradient_clip_val": None}, "no trainer.gradient_clip_val; give one"),
+        (
+            True,
+            {"gradient_clip_val": None, "callbacks": GradientAccumulationScheduler({1: 2})},
+            "the callback GradientAccumulationScheduler; a step has one backward pass",
+        ),
     ],
 )
 def test_trainers_that_need_gradients_after_the_pass_are_refused(
     mode: Any, options: dict[str, Any], message: str
 ) -> None:
+    callbacks = [options["callbacks"]] if "callbacks" in options else []
+    rest = {name: value for name, value in options.items() if name != "callbacks"}
     strategy = GeminiStrategy(step_in_backward=mode)
     with pytest.raises(UsageError, match=message):
-        small_training.fit(small_training.module(), small_training.data(), 1, strategy=strategy, **options)
+        small_training.fit(small_training.module(), small_training.data(), 1, *callbacks, strategy=strategy, **rest)
     leave_process_group()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+class Layers(pl.LightningModule):
+    """Layers that are chunks of their own; the backward pass of one step fails in the first of them."""
+
+    def __init__(self, *, failing: int = -1, is_automatic: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Blocks()
+        self.failing, self.automatic_optimization = failing, is_automatic
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.failing:
+            self.failing = -1
+            handle = self.net.blocks[0].register_full_backward_hook(lambda *_: (handle.remove(), 1 / 0))
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_layers(module: Layers, *callbacks: pl.Callback, mode: Any = True, **options: Any) -> None:
+    strategy = GeminiStrategy(step_in_backward=mode, chunk_numel=WIDTH**2)
+    trainer = small_training.trainer_of(4, *callbacks, strategy=strategy, gradient_clip_val=None)
+    generator = torch.Generator().manual_seed(3)
+    batch = torch.randn(4, WIDTH, generator=generator)  # the same in each step: Lightning resumes with the first one
+    data = DataLoader(TensorDataset(batch.repeat(4, 1)), batch_size=4)
+    trainer.fit(module, data, **options)
+
+
+def test_running_norm_under_manual_optimization_is_refused() -> None:
+    with pytest.raises(UsageError, match="manual optimization, for which Lightning takes no trainer.gradient_clip_val"):
+        fit_layers(Layers(is_automatic=False), mode="running_norm")
+    leave_process_group()
+
+
+def test_weights_of_a_failed_pass_are_neither_saved_nor_trained_until_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    module, whole = Layers(failing=2), Layers()
+    fit_layers(whole)
+    with pytest.raises(UsageError, match="resume from the last checkpoint"):
+        fit_layers(Layers(failing=1), OnExceptionCheckpoint(tmp_path / "torn"))
+    assert not list(tmp_path.rglob("*.ckpt"))
+    leave_process_group()
+    with pytest.raises(ZeroDivisionError):
+        fit_layers(module, ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1))
+    with pytest.raises(UsageError, match="resume from the last checkpoint"):
+        fit_layers(module)
+    (last,) = tmp_path.glob("*step=2.ckpt")
+    fit_layers(module, ckpt_path=last)
+    for ours, expected in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.slow

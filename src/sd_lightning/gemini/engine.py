@@ -90,6 +90,8 @@ class GeminiEngine(ChunkedNetworks):
     def drop_optimizers(self) -> None:
         """Drop all optimizers, their states and gradients, for example before a new fit."""
         self.abort()
+        for optimizer in self.optimizers:
+            optimizer.stepper.finish(set())  # its scratch, if a backward pass has stepped
         self.optimizers.clear()
         self.runtime.reducer.step_chunk = None
         for chunk in self.chunks:
@@ -169,6 +171,7 @@ class GeminiEngine(ChunkedNetworks):
     def whole_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, and copies of them in host memory, gathered chunk by chunk; a collective call."""
         self.access.close()
+        self.runtime.check_is_consistent()
         for chunk in self.chunks:
             whole = self.whole(chunk).cpu()
             for parameter in chunk.slots:
@@ -182,13 +185,14 @@ class GeminiEngine(ChunkedNetworks):
         Restored weights stay as they are.
 
         Raises:
-            UsageError: The engine is closed, and its weights are freed.
+            UsageError: The engine is closed, and its weights are freed; or a backward pass has stepped some of them.
         """
         if self.is_restored:
             return
         if self.is_closed:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
         self.access.close()
+        self.runtime.check_is_consistent()
         self.access.end()
         self.abort()
         for chunk in self.chunks:
@@ -242,7 +246,8 @@ class ChunkedState(ShardedState):
     @override
     def parameter_shards(self) -> list[ParameterShard]:
         self._engine.access.close()
-        self._engine.runtime.check_is_consistent()
+        if self._is_ahead:
+            self._engine.runtime.check_is_consistent()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -292,6 +297,16 @@ class ChunkedState(ShardedState):
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._engine.trained_chunks:
             chunk.master.refresh()
+        if groups is not None or not self._is_ahead:
+            self._engine.runtime.reducer.complete.clear()
+            self._engine.runtime.reducer.stepped.clear()
+            for optimizer in self._engine.optimizers:
+                optimizer.early.reset()
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether a backward pass has stepped states; those of a new optimizer may be listed, to be loaded."""
+        return any(optimizer.early.has_stepped for optimizer in self._engine.optimizers)
 
     def _load_states(
         self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedParameter, read: Read

@@ -57,6 +57,8 @@ class Reducer:
         """Steps a chunk in the backward pass; None if that is left to the optimizer's step."""
         self.complete: set[int] = set()
         """Chunks that have all gradients of this step, and are stepped in the backward pass."""
+        self.stepped: set[nn.Parameter] = set()
+        """Parameters that a backward pass has stepped since the last optimizer step, also if it failed afterwards."""
         self._under_way: deque[Chunk] = deque()
         self._unstepped: deque[Chunk] = deque()
 
@@ -103,8 +105,9 @@ class Reducer:
             raise UsageError(
                 f"Gemini got gradients of {chunk.layout.slots[0].name}, or of what shares its chunk, after it was "
                 "stepped (step_in_backward): by a second backward pass before the optimizer's step, by a block that is "
-                "recomputed under use_reentrant=True, or by a use outside of its block's forward; expected one "
-                "backward pass per step and use_reentrant=False; otherwise leave step_in_backward out"
+                "recomputed under use_reentrant=True, or by a use outside of its block's forward, such as a "
+                "penalty on weights that is taken before the network is called; expected one backward pass per step, "
+                "use_reentrant=False, and penalties after the call; otherwise leave step_in_backward out"
             )
 
     def _note_complete(self, chunk: Chunk) -> None:

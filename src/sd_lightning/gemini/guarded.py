@@ -182,7 +182,8 @@ class WholeGradients:
             is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
         """
         optimizer = self._optimizer_of(parameter)
-        if optimizer is None or is_asked_to_drop and optimizer.has_stepped:
+        is_dropped = is_asked_to_drop and not self._reducer.complete
+        if optimizer is None or is_dropped and optimizer.has_stepped:
             return None
         return self._gathered(parameter) if self._has_gradient(parameter, optimizer) else None
 
@@ -190,7 +191,8 @@ class WholeGradients:
         """Replace the gradient of a parameter."""
         chunked, optimizer = self._chunked, self._optimizer_of(parameter)
         if value is None:
-            if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
+            may_have = optimizer is not None and (self._reducer.complete or not optimizer.has_stepped)
+            if optimizer is not None and may_have and self._has_gradient(parameter, optimizer):
                 self._close()
                 chunked.chunk_of[parameter].gradients.forget(parameter)
                 self._reducer.touched.discard(parameter)
@@ -234,7 +236,7 @@ class WholeGradients:
         """Return whether a parameter has a gradient on any rank; a collective call."""
         if optimizer.has_stepped:
             between = "use it between the backward pass and the step, in on_after_backward or on_before_optimizer_step"
-            early = "leave step_in_backward out to use it: the backward pass has stepped"
+            early = "leave step_in_backward out to use or drop it: the backward pass has stepped"
             raise UsageError(
                 f"Gemini got {self._chunked.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
                 f"stepped, which frees the gradients; {early if self._chunked.config.step_in_backward else between}"

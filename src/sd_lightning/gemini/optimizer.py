@@ -17,6 +17,8 @@ from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.stepper import Stepper, step_devices
 from sd_lightning.gemini.updates import update_of
 
+_UNCLIPPED = "write trainer.gradient_clip_val=null, or step_in_backward=running_norm to clip by the norm so far"
+
 
 class LossScale:
     """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
@@ -173,10 +175,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
         self._runtime.check_can_step()
-        self.early.finish()
-        self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
+        self.early.finish(touched)
+        self.stepper.check_frozen()
         self._runtime.accumulation.end_step()
         overflowed = None if scaler is None else self._agreement.found_inf
         if self.stepper.decides_on_device:
@@ -205,7 +207,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Forget the gradients of this optimizer's parameters."""
         self._runtime.recover()
         self._runtime.access.close()
-        self.early.check_nothing("to drop gradients")
+        self.early.check_nothing("to drop gradients", "call zero_grad() before the backward pass or after the step")
         self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
@@ -248,7 +250,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
         self._runtime.check_can_step()
-        self.early.check_nothing("for the norm of all gradients")
+        self.early.check_nothing("for the norm of all gradients", _UNCLIPPED)
         self._agreement.reach(with_norm=True)
         norm = self._agreement.norm
         assert norm is not None
@@ -264,7 +266,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
         self._runtime.check_can_step()
-        self.early.check_nothing("to clip gradients")
+        self.early.check_nothing("to clip gradients", _UNCLIPPED)
         self._agreement.reach(with_norm=self._scaler is not None)
         bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
         if self._scaler is not None:
@@ -284,8 +286,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def _divisor(self) -> float | Tensor:
         """The loss scale, over the factor of clipping; 1.0 without both."""
-        if self.early.max_norm is not None:  # for gradients that came after the backward pass has stepped
-            return self.early.divisor
         scale, clip = 1.0 if self._scaler is None else self._scaler.used, self._pending_clip
         if clip is None:
             return scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +24,13 @@ from sd_lightning.gemini.tracer import Tracer
 
 Observer = Callable[[str, str], None]
 """(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""
+
+log = logging.getLogger(__name__)
+
+TORN = (
+    "Gemini has stepped weights in a backward pass that failed, or that no optimizer step followed (step_in_backward), "
+    "so that they may be of two different steps; resume from the last checkpoint"
+)
 
 Before = Callable[[nn.Module, Any], None]
 """(module, positional arguments)."""
@@ -84,8 +92,6 @@ class Runtime:
         self.access = access
         self.observer: Observer | None = None
         self._auto = auto
-        self._is_torn = False
-        """Whether a backward pass that failed has stepped some of the chunks."""
         self._chunks = chunked.chunks
         self._chunks_of = chunked.chunks_of
         self.tracer = Tracer(self._chunks_of)
@@ -99,22 +105,32 @@ class Runtime:
         """Functions that remove hooks."""
         self._attach(is_alone=chunked.collectives.is_alone)
 
-    def check_is_consistent(self) -> None:
-        """Raise if a failed backward pass has stepped some chunks only.
+    @property
+    def is_torn(self) -> bool:
+        """Whether a backward pass that failed or was dropped has stepped some of the weights."""
+        return bool(self.reducer.stepped) and (self._pass.has_failed or not self.reducer.complete)
+
+    def check_is_consistent(self, *, before_step: bool = False) -> None:
+        """Raise if a backward pass has stepped, and failed, or the optimizer has not stepped after it.
+
+        Args:
+            before_step: The optimizer steps now.
 
         Raises:
             UsageError: It has.
         """
-        if self._is_torn:
+        if self.is_torn:
+            raise UsageError(TORN)
+        if self.reducer.stepped and not before_step:
             raise UsageError(
-                "Gemini has stepped some weights in a backward pass that was aborted before it stepped the others "
-                "(step_in_backward); resume from the last checkpoint"
+                "Gemini was asked for its state after a backward pass that has stepped the weights (step_in_backward), "
+                "and before the optimizer's step; save after it, for example in on_train_batch_end"
             )
 
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
         self.access.close()
-        self.check_is_consistent()
+        self.check_is_consistent(before_step=True)
         if self.chunked.is_swapped:
             raise RuntimeError("an optimizer stepped between swap_in and swap_out")
         if self._pass.tasks:  # a failed one counts until it is aborted
@@ -148,7 +164,8 @@ class Runtime:
         if torch._C._current_graph_task_id() in self._pass.tasks:
             raise RuntimeError("Gemini: gradients were to be dropped inside the backward pass that computes them")
         self._reset()
-        self._is_torn |= bool(self.reducer.complete)
+        if self.reducer.stepped and self.reducer.complete:
+            log.warning(TORN)
         self.reducer.drop()
         self.tracer.forget()
         if self._auto is not None:
@@ -291,6 +308,8 @@ class Runtime:
         if self._pass.has_failed:
             self.abort()
         if not self._pass.tasks:
+            if self.is_torn:
+                raise UsageError(TORN)
             self.access.close()
             self.reducer.version += 1
         # Otherwise a node of an earlier task started this one: a checkpoint with use_reentrant=True, or a user function

@@ -88,27 +88,24 @@ class GeminiPrecision(EnginePrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        scale, norms = self._engine().loss_scale, self._norms()
+        scale = self._engine().loss_scale
+        norms = [each.early.last_norm for each in self._engine().optimizers if each.early.max_norm]
         scales = {} if scale is None else {"loss_scale": scale.state_dict()}
         rounded = {} if self._rounding_seed is None else {"rounding_seed": self._rounding_seed}
-        return scales | rounded | ({"last_norms": norms} if norms else {})
+        return scales | rounded | ({"last_norm": norms[0]} if norms else {})
 
     @property
     def _rounding_seed(self) -> int | None:
         config = self._engine().config
         return config.rounding_seed if config.master == "bfloat16" else None
 
-    def _norms(self) -> list[float]:
-        """Return the norms by which ``step_in_backward`` clips the next step."""
-        return [each.early.last_norm for each in self._engine().optimizers if each.early.max_norm is not None]
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scale = self._engine().loss_scale
         if scale is not None and "loss_scale" in state_dict:
             scale.load_state_dict(state_dict["loss_scale"])
-        for optimizer, norm in zip(self._engine().optimizers, state_dict.get("last_norms", [])):
-            optimizer.early.last_norm = norm
+        for optimizer in self._engine().optimizers:
+            optimizer.early.last_norm = state_dict.get("last_norm", 0.0)
         seeds = state_dict.get("rounding_seed"), self._rounding_seed
         if seeds[0] != seeds[1]:
             before, now = (

@@ -12,7 +12,7 @@ from torch import nn
 
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_as_set
-from sd_lightning.gemini.memory import whole_pages
+from sd_lightning.gemini.page_locked import whole_pages
 from sd_lightning.gemini.placement import (
     EARLY_GRADIENTS,
     SENT_GRADIENTS,

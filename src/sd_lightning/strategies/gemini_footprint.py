@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.elementwise import Update
 from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_as_set
 from sd_lightning.gemini.page_locked import whole_pages
 from sd_lightning.gemini.placement import (
@@ -39,6 +40,10 @@ from sd_lightning.planner.footprint import (
 Sizes = dict[tuple[Tier, str], int]
 
 _SCRATCH = "scratch of the step"
+_CODED_STATES = 1.3
+"""What 8-bit states add to the time of AdamW's update on the host, in parts of it; the case `gemini_host`."""
+_COPIED_WEIGHTS = 0.25
+"""The same of weights that are split, or rounded stochastically."""
 
 
 def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str], tuple[int, ...]]) -> Footprint | None:
@@ -103,7 +108,7 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
         in_forward=above,
         in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},
-        traffic=_traffic(config, layouts, places, world_size),
+        traffic=_traffic(config, layouts, places, workload),
         averaged=sum(numel for numel, tier in trained if tier is Tier.FAST),
         averaged_on_host=sum(numel for numel, tier in trained if tier is not Tier.FAST),
         master_dtype=next((a.kept_dtype for a in layouts if a.is_trained), torch.float32),
@@ -118,9 +123,7 @@ def _held(
     On the host also what page-locked memory takes beside: whole pages, and free blocks that await a chunk of their
     size.
     """
-    optimizer = workload.optimizer([nn.Parameter(torch.empty(1))])
-    update, group = update_of(optimizer), optimizer.param_groups[0]
-    count = len(update.states(group))
+    update, count = _update(workload)
     held: Sizes = defaultdict(int)
     locked: list[int] = []
     """Blocks of page-locked memory."""
@@ -174,11 +177,19 @@ def _staged(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], wo
     return sum(whole_pages(nbytes) * min(count, 2) for nbytes, count in sizes.items())
 
 
+def _update(workload: Workload) -> tuple[Update, int]:
+    """Return the optimizer's update, and the number of its states."""
+    optimizer = workload.optimizer([nn.Parameter(torch.empty(1))])
+    update = update_of(optimizer)
+    return update, len(update.states(optimizer.param_groups[0]))
+
+
 def _traffic(
-    config: GeminiConfig, layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], world_size: int
+    config: GeminiConfig, layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], workload: Workload
 ) -> Traffic:
     """Return what moves; weights that are gathered within a budget are gathered again for the backward pass."""
-    passes = 1 if config.gathered_budget is None else 2
+    world_size, passes = workload.world_size, 1 if config.gathered_budget is None else 2
+    coded = _CODED_STATES * (_update(workload)[0].num_scratch(torch.device("cpu")) > 0)
     gathered = exposed = reduced = to_device = to_host = refreshed = stepped = on_host = count = 0
     for layout, place in zip(layouts, places, strict=True):
         shard = layout.numel // world_size
@@ -193,7 +204,7 @@ def _traffic(
         if place.optim_tier is Tier.FAST:
             stepped += shard
             continue
-        on_host += shard
+        on_host += round(shard * (1 + coded + _COPIED_WEIGHTS * place.steps_copies(layout)))
         sent = slow_gradient_dtype(layout, config).itemsize
         to_host += shard * min(sent, narrow if world_size == 1 else wide)
         refreshed += narrow * shard * (place.param_tier is Tier.FAST)

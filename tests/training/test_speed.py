@@ -185,6 +185,7 @@ def test_switches_that_cannot_work_together_are_refused_before_anything_is_built
     with pytest.raises(UsageError, match=message):
         check_trainer(composed(*offloaded, *overrides))
     check_trainer(composed("trainer.precision=bf16-mixed", "speed.attention=flash"))
+    check_trainer(composed("experiment=little_host_memory", "data.store=store"))
 
 
 def _saved_bytes(compute: Callable[[], Tensor]) -> int:

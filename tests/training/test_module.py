@@ -431,6 +431,8 @@ def test_encoders_that_nothing_needs_are_freed_and_say_so_when_they_are_used() -
     module.encoder.is_idle = True
     module.encoder.to(torch.device("cpu"))
     assert all(p.is_meta for network in module.encoder.networks for p in network.parameters())
+    buffers = [buffer for network in module.encoder.networks for buffer in network.buffers()]
+    assert buffers and not any(buffer.is_meta for buffer in buffers), "which may normalise latents"
     assert not any(p.is_meta for p in module.denoiser.parameters())
     with pytest.raises(UsageError, match="the frozen encoders were left out.*keep callbacks.samples"):
         module.encoder.encode_moments(torch.zeros(1, 3, 32, 32))

@@ -139,12 +139,11 @@ class LatentEncoder:
         home = torch.device("cpu") if self.offload else device
         vae = self._model.vae
         for network in self.networks:
-            if self.is_idle:
-                nn.Module.to(network, "meta")
-                continue
+            if self.is_idle:  # buffers stay: latents may be normalised by the VAE's
+                network._apply(lambda tensor: tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor)
             dtype = self._model.family.vae_dtype(vae, self.dtype) if network is vae else self.dtype
             cast_(network, dtype, home)
-            if self.offload and self._has_streams:
+            if self.offload and self._has_streams and not self.is_idle:
                 _pin_(network, device)
         return self
 

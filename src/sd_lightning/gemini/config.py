@@ -102,10 +102,11 @@ class GeminiConfig:
         types = (torch.float32, torch.bfloat16, torch.float16)
         expected = "expected float32, bfloat16, float16 or float64"
         yield self.compute_dtype not in (None, torch.float64, *types), f"compute_dtype={self.compute_dtype}; {expected}"
-        expected = "expected float32, or bfloat16 or float16 to send half as much"
+        expected = "expected float32, or bfloat16 or float16 to send half as much (in Python torch.bfloat16)"
         yield self.reduce_dtype not in types, f"reduce_dtype={self.reduce_dtype}; {expected}"
         yield from self._rules_of_master()
-        narrow, expected = self.gradient_dtype, "expected float32, or bfloat16 to keep half as much"
+        narrow = self.gradient_dtype
+        expected = "expected float32, or bfloat16 to keep half as much (in Python torch.bfloat16)"
         yield narrow not in (torch.float32, torch.bfloat16), f"gradient_dtype={narrow}; {expected}"
         is_wider = narrow == torch.bfloat16 and self.compute_dtype not in (None, torch.bfloat16)
         remedy = "which is computed more exactly: leave gradient_dtype out, or train in bfloat16 (precision=bf16-mixed)"

@@ -27,6 +27,7 @@ PROGRAM = _conf.Program(
         "data.batch_size": int | None,
         "data.resolution": int | None,
         "trainer.precision": Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
+        "trainer.gradient_clip_val": float | None,
         "module.train_text_encoder": bool,
         "module.encoder_dtype": Literal["float32", "bfloat16", "float16"],
         "module.offload_encoders": bool,

@@ -173,6 +173,7 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         "experiment/ladder_latents",
         "experiment/ladder_compile",
         "experiment/consumer_gpu",
+        "experiment/little_host_memory",
         "experiment/qlora",
     )
     if option in ("data/images", "experiment/sd21_finetune") or (

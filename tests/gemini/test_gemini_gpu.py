@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 
 import pytest
@@ -12,10 +13,22 @@ from torch.nn import functional as F
 
 from one_rank import one_rank_group
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini.rounding import round_stochastically
 
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH, BATCH, MIB = 512, 8, 256, 2**20
+LIMIT = 0.02
+"""Of the norm of gradients; theirs is larger."""
 OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 4 * MIB}
+HALF = OFFLOADED | {"compute_dtype": torch.bfloat16}
+EARLY: dict[str, Any] = {"step_in_backward": True, "gradient_dtype": torch.bfloat16}
+HOST_OPTIONS: dict[str, dict[str, Any]] = {
+    "split": {"master": "split"},
+    "narrow": {"gradient_dtype": torch.bfloat16},
+    "early": {"step_in_backward": True},
+    "early, narrow, split": EARLY | {"master": "split"},
+}
+"""Those that change no bit."""
 CAP = 40 * MIB
 """A little more than weights and states take."""
 
@@ -35,7 +48,7 @@ def train(
     accelerator: str = "cuda",
 ) -> tuple[list[float], Any, int]:
     """Return the losses, the engine (none: plain torch), and the most memory taken in the second half."""
-    device = torch.device("cpu") if accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    device = _device(accelerator)
     network, engine = network_of().to(device), None
     if settings is not None:
         network = network_of()
@@ -43,20 +56,28 @@ def train(
         engine = GeminiEngine({"": network}, config, device=device)
     optimizer = _optimizer(network, quantised, kind)
     stepped = optimizer if engine is None else engine.optimizer(optimizer)
+    if settings is not None and settings.get("step_in_backward") == "running_norm":
+        stepped.early.max_norm = LIMIT
     losses = []
     for step in range(steps):
         if step == steps // 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        batch = torch.randn(
-            BATCH if device.type == "cuda" else 8, WIDTH, generator=torch.Generator().manual_seed(step)
-        ).to(device)
-        dtype = None if settings is None else settings.get("compute_dtype")
-        loss = F.mse_loss(network(batch if dtype is None else batch.to(dtype)).float(), batch.roll(1, 0))
-        loss.backward()
+        loss = _loss(network, step, accelerator, None if settings is None else settings.get("compute_dtype"))
+        (torch.Tensor.backward if engine is None else engine.backward)(loss)
         stepped.step()
         stepped.zero_grad()
         losses.append(float(loss.detach()))
     return losses, engine, torch.cuda.max_memory_allocated()
+
+
+def _device(accelerator: str) -> torch.device:
+    return torch.device("cpu") if accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _loss(network: nn.Module, step: int, accelerator: str, dtype: torch.dtype | None) -> torch.Tensor:
+    size = 8 if accelerator == "cpu" else BATCH
+    batch = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step)).to(_device(accelerator))
+    return F.mse_loss(network(batch.to(dtype)).float(), batch.roll(1, 0))
 
 
 def _optimizer(network: nn.Module, quantised: bool, kind: Any) -> torch.optim.Optimizer:
@@ -154,3 +175,67 @@ def test_an_automatic_placement_stays_under_its_cap() -> None:
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])
 def test_8_bit_states_train_as_with_bitsandbytes(settings: dict[str, Any]) -> None:
     assert train(settings, quantised=True)[0] == pytest.approx(train(None, quantised=True)[0], rel=2e-3)
+
+
+def weights_of(engine: Any) -> list[torch.Tensor]:
+    return [whole.cpu() for _, whole in engine.whole_weights()]
+
+
+@pytest.mark.parametrize("settings", HOST_OPTIONS.values(), ids=list(HOST_OPTIONS))
+def test_options_for_host_memory_change_no_bit(settings: dict[str, Any], gpu_accelerator: str) -> None:
+    expected, plain, _ = train(HALF, accelerator=gpu_accelerator)
+    losses, engine, _ = train(HALF | settings, accelerator=gpu_accelerator)
+    assert losses == expected
+    assert all(torch.equal(ours, its) for ours, its in zip(weights_of(engine), weights_of(plain), strict=True))
+
+
+def test_random_rounding_draws_the_same_numbers_on_a_gpu(gpu_accelerator: str) -> None:
+    values = torch.randn(10_001, generator=torch.Generator().manual_seed(0))
+    out = [
+        torch.empty(values.shape, dtype=torch.bfloat16, device=device) for device in ("cpu", _device(gpu_accelerator))
+    ]
+    for each in out:
+        round_stochastically(values.clone().to(each.device), (123, 456), 0, each)
+    assert torch.equal(out[0], out[1].cpu()) and not torch.equal(out[0], values.bfloat16())
+
+
+@pytest.mark.parametrize("place", [HALF, {"compute_dtype": torch.bfloat16}], ids=["offloaded", "fast"])
+def test_rounded_weights_train_nearly_as_float32_ones_and_twice_alike(
+    place: dict[str, Any], gpu_accelerator: str
+) -> None:
+    rounded = [train(place | {"master": "bfloat16"}, accelerator=gpu_accelerator) for _ in range(2)]
+    assert rounded[0][0] == rounded[1][0] == pytest.approx(train(place, accelerator=gpu_accelerator)[0], rel=2e-2)
+    assert all(torch.equal(*pair) for pair in zip(weights_of(rounded[0][1]), weights_of(rounded[1][1]), strict=True))
+    other = train(place | {"master": "bfloat16", "rounding_seed": 1}, accelerator=gpu_accelerator)[1]
+    assert not torch.equal(weights_of(rounded[0][1])[1], weights_of(other)[1])
+
+
+def test_the_running_norm_begins_with_that_of_all_gradients(gpu_accelerator: str) -> None:
+    """It clips each chunk by the norm so far, and the ones after the first step at least by that of the first."""
+    _, engine, _ = train(HALF | {"step_in_backward": "running_norm"}, steps=1, accelerator=gpu_accelerator)
+    network = network_of().to(_device(gpu_accelerator)).bfloat16()
+    _loss(network, 0, gpu_accelerator, torch.bfloat16).backward()
+    norm = torch.stack([p.grad.float().square().sum() for p in network.parameters()]).sum().sqrt()
+    assert engine.optimizers[0].early.last_norm == pytest.approx(float(norm), rel=2e-2)
+    assert float(norm) > LIMIT
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantised"),
+    [({"master": "split"}, False), (EARLY, False), (EARLY | {"master": "bfloat16"}, True)],
+    ids=["split", "early", "all"],
+)
+def test_the_ledger_counts_the_pages_that_are_locked(settings: dict[str, Any], quantised: bool) -> None:
+    _, engine, _ = train(HALF | settings, steps=3, quantised=quantised)
+    locked = list(engine.memory._page_locked._locked.values())
+    assert all(memory.is_pinned() and memory.nbytes % mmap.PAGESIZE == 0 for memory in locked)
+    assert sum(memory.nbytes for memory in locked) == engine.ledger.current["slow"] > 0
+    engine.close()
+    assert not any(memory.is_pinned() for memory in locked) and not any(engine.ledger.current.values())
+
+
+def test_all_options_train_nearly_as_none(gpu_accelerator: str) -> None:
+    losses, engine, _ = train(HALF | EARLY | {"master": "bfloat16"}, quantised=True, accelerator=gpu_accelerator)
+    plain_losses, plain, _ = train(HALF, accelerator=gpu_accelerator)
+    assert losses == pytest.approx(plain_losses, rel=3e-2) and losses[-1] < losses[0]
+    assert engine.ledger.peak["slow"] < 0.6 * plain.ledger.peak["slow"]

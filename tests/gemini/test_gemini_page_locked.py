@@ -15,9 +15,8 @@ from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from places import SUPPORT
 from pretended_accelerator import Device, PageLocks, Race, Timeline, is_mapped, pretended_accelerator
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini import memory as memory_file
-from sd_lightning.gemini.memory import PageLocked
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, page_locked
+from sd_lightning.gemini.page_locked import PageLocked
 from sd_lightning.gemini.placement import Tier
 
 OFFLOADED = GeminiConfig(chunk_numel=1500, offload_optim_frac=1.0, offload_param_frac=1.0, gathered_budget=16_000)
@@ -145,8 +144,8 @@ def test_memory_is_freed_with_its_last_view_and_not_before_it_is_unlocked() -> N
 def test_memory_of_a_hanging_device_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_file, "_LAST_COPIES_S", 0.05)
-    monkeypatch.setattr(memory_file, "_left", [])
+    monkeypatch.setattr(page_locked, "_LAST_COPIES_S", 0.05)
+    monkeypatch.setattr(page_locked, "_left", [])
     module = Module()
     owner = module.locked(streams=(module.endless,))
     address = owner.allocate(5000).data_ptr()
@@ -159,7 +158,7 @@ def test_memory_of_a_hanging_device_is_left_as_it_is(
 def test_memory_that_cuda_does_not_unlock_is_not_freed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_file, "_left", [])
+    monkeypatch.setattr(page_locked, "_left", [])
     module = Module()
     monkeypatch.setattr(module.page_locks, "cudaHostUnregister", lambda address: 700)
     owner = module.locked()
@@ -175,7 +174,7 @@ AT_EXIT = """
 import os
 from pretended_accelerator import Device, PageLocks
 import torch
-from sd_lightning.gemini.memory import PageLocked
+from sd_lightning.gemini.page_locked import PageLocked
 
 class Noted(PageLocks):
     def cudaHostUnregister(self, address):

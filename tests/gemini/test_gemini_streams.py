@@ -13,7 +13,9 @@ from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from pretended_accelerator import Device, Race, pretended_accelerator
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini import chunk as chunk_file
+from sd_lightning.gemini.page_locked import whole_pages
 from sd_lightning.gemini.placement import Kind, Tier, plan_static
+from sd_lightning.state.shards import tensor_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -22,16 +24,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer_slow_whole": {"offload_optim_frac": 0.6, "shard_param_frac": 0.0},
     "weights_slow": {"offload_param_frac": 1.0, "prefetch": 8},
     "half_slow": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 20_000},
+    "split": {"offload_optim_frac": 0.8, "offload_param_frac": 0.6, "gathered_budget": 16_000, "master": "split"},
+    "rounded": {"offload_optim_frac": 0.7, "offload_param_frac": 0.4, "master": "bfloat16"},
 }
 
 
-def train(name: str, act: str, *, with_network: bool) -> Device:
+EARLY: dict[str, Any] = {"step_in_backward": True}
+NARROW: dict[str, Any] = {"offload_optim_frac": 1.0, "gradient_dtype": torch.bfloat16}
+
+
+def train(name: str, act: str, *, with_network: bool, **options: Any) -> Device:
     """Train a few steps, in float32 or bfloat16, with something else between them."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if with_network else torch.float32
+    dtype = torch.bfloat16 if with_network or "master" in SETTINGS[name] else torch.float32
     network, job = Blocks(3 if act == "fail" else 2), Job("streams")
     with pretended_accelerator(with_network=with_network) as device:
-        config = GeminiConfig(chunk_numel=1500, compute_dtype=dtype, **SETTINGS[name])
+        settings = SETTINGS[name] | options
+        config = GeminiConfig(chunk_numel=1500, compute_dtype=dtype, **settings)
         made = GeminiEngine({"": network}, config)
         parameters = list(network.parameters())
         parts = [parameters[::2], parameters[1::2]] if act == "two optimizers" else [parameters]
@@ -41,17 +50,17 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
             loss_of(network, inputs(index, job), dtype).backward()
 
         for step in range(3):
-            if step == 0:
+            if step == 0 and not config.step_in_backward:
                 with made.no_sync():
                     backward(10)
             backward(step)
             for optimizer in optimizers:
-                if step == 1:
+                if step == 1 and not config.step_in_backward:
                     optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
             _act(made, act, step, backward)
         dict(made.whole_weights())
-        kept = sum(nbytes * len(buffers) for nbytes, buffers in made.memory._pinned.items())
+        kept = sum(whole_pages(nbytes) * len(buffers) for nbytes, buffers in made.memory._pinned.items())
         assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == kept
         locked = sum(device.page_locks.sizes.values())
         assert locked == made.ledger.current[Tier.SLOW], "not all slow memory is page-locked, or more"
@@ -68,7 +77,7 @@ def _act(made: GeminiEngine, act: str, step: int, backward: Callable[[int], None
         with torch.no_grad() if step else torch.inference_mode():  # as Lightning validates on accelerators
             made.state.swap_in({(s.name, s.begin): torch.zeros(s.end - s.begin) for s in made.state.parameter_shards()})
             made.networks[""](inputs(0, Job("streams"))[0].to(made.config.compute_dtype))
-            assert all(float(shard.master.abs().sum()) >= 0 for shard in made.state.parameter_shards())
+            assert all(float(tensor_of(shard.master).abs().sum()) >= 0 for shard in made.state.parameter_shards())
             made.state.swap_out()
     if act == "load":
         made.state.load({}, None, _read_zeros)
@@ -92,6 +101,18 @@ def test_nothing_races_beside_the_computation(name: str, act: str) -> None:
     for with_network in (False, True):
         clock = train(name, act, with_network=with_network).compute.clock
         assert ("to slow" in clock) == (name != "fast" or act == "move"), "nothing was offloaded"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_races_when_the_backward_pass_steps(name: str) -> None:
+    for with_network in (False, True):
+        train(name, "swap", with_network=with_network, **EARLY)
+
+
+@pytest.mark.parametrize("options", [NARROW, NARROW | EARLY], ids=["later", "early"])
+@pytest.mark.parametrize("name", ["all_slow", "optimizer_slow"])
+def test_nothing_races_with_narrow_gradients_on_the_host(name: str, options: dict[str, Any]) -> None:
+    train(name, "load", with_network=True, **options)
 
 
 def test_copies_in_both_directions_go_on_beside_the_computation() -> None:

@@ -222,12 +222,12 @@ def test_one_rank_on_the_fast_tier_copies_nothing() -> None:
 @pytest.mark.parametrize(
     "config", [{}, BUDGETED, {"placement": "auto", "memory_cap": "200KiB"}], ids=["fast", "budgeted", "auto"]
 )
-def test_one_rank_with_8_bit_states_equals_bitsandbytes(config: dict[str, Any]) -> None:
+def test_one_rank_with_8_bit_states_is_closer_to_exact_states_than_bitsandbytes(config: dict[str, Any]) -> None:
     found, expected = train(Job("8bit", optimizer="AdamW8bit", config=config)), quantised()
     assert found.digest == train(Job("8bit", optimizer="AdamW8bit", config={"shard_param_frac": 0.0})).digest
-    # On some processors the last bits of a result depend on where in memory a tensor begins.
-    losses, rms = distance(found, expected)
-    assert losses <= 1e-6 * max(expected.losses) and rms <= 1e-8, (losses, rms)
+    exact = reference(1, ())
+    (losses, rms), (_, other_rms) = distance(found, exact), distance(expected, exact)
+    assert losses <= 1e-3 * max(expected.losses) and 0 < rms <= other_rms, (losses, rms, other_rms)
     numels = [weight.numel() for weight in expected.weights.values()]
     # Codes and a float32 scale per 256 of them, or float32 moments of the smallest; parts end at multiples of 16 bytes.
     parts = [align(n) + align(4 * math.ceil(n / 256)) if n >= 30 else align(4 * n) for n in numels]
@@ -541,7 +541,8 @@ def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Fin
     assert moved.losses == fast.losses and moved.digest == fast.digest
     # Blocks begin at each rank's part of a parameter: other blocks than one process has, and nearly the same numbers.
     assert fast.losses == pytest.approx(quantised().losses, rel=1e-2)
-    assert distance(fast, quantised())[1] < distance(quantised(), two_ranks[0]["place/sharded"])[1]
+    exact = two_ranks[0]["place/sharded"]
+    assert 0 < distance(fast, exact)[1] <= distance(quantised(), exact)[1]
     assert name != "auto" or moved.notes["plan"]["slow_optimizers"] > 0
 
 

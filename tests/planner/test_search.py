@@ -190,6 +190,16 @@ def test_a_global_batch_is_kept_by_accumulation(tiny: LatentDiffusion) -> None:
     assert roomy.run.accumulate == 1
 
 
+def test_a_strategy_that_steps_in_the_backward_pass_gets_no_micro_batches(tiny: LatentDiffusion) -> None:
+    for early in (False, True):
+        engine = partial(presets.PRESETS["gemini"].build, step_in_backward=early)
+        candidates = [Candidate("gemini", engine)]
+        found = searched(tiny, gpu(40), batch_size=512, candidates=candidates, checkpointing=False)
+        assert all(each.run.batch_size == 512 for each in (*found.considered, *found.too_large)) is early
+    (roomy,) = searched(tiny, gpu(4000), batch_size=512, candidates=candidates).best
+    assert roomy.run.accumulate == 1 and not found.best and found.too_large
+
+
 def test_a_smaller_card_is_given_recomputation_or_offloading(tiny: LatentDiffusion) -> None:
     sizes = (4000, 15, 8)
     best = [searched(tiny, gpu(size), batch_size=16).best for size in sizes]

@@ -105,7 +105,7 @@ def test_text_encoders_activations_are_in_the_forecast_and_captions_in_the_batch
     phases = {phase.name: phase.parts for phase in found.memory.on_device}
     assert phases["encoding"]["activations"] >= 8 * states
     assert phases["a training step"]["activations"] >= 8 * 512 * 7680 * 4, "in float32 as long as the step lasts"
-    loading = {phase.name: phase.parts for phase in found.memory.on_host}["loading"]
+    loading = {phase.name: phase.parts for phase in found.memory.on_host}["loading encoders"]
     assert loading["encoders"] == pytest.approx(2 * 4.022 * GB + 4 * 0.084 * GB, rel=0.01), "chat models in 16 bits"
     away = Forecaster(model, replace(run, offload_encoders=True, num_images=10_000))
     footprint = PRESETS["gemini_offload"].candidates()[0].footprint(away.workload)

@@ -201,6 +201,14 @@ def test_what_does_not_fit_is_told_with_what_would(
             ["strategy=gemini_auto"],
             "nothing can be predicted: gemini_auto chooses what it offloads by measuring a step",
         ),
+        (
+            ["strategy=gemini_offload", "strategy.step_in_backward=true"],
+            "step_in_backward=true and trainer.gradient_clip_val=1.0; .*write trainer.gradient_clip_val=null",
+        ),
+        (
+            ["strategy=gemini_offload", "strategy.master=split", "trainer.precision=32-true"],
+            "master=split for .* computed with in float32; .*set precision=bf16-mixed",
+        ),
         (["gpu=a10000", "model.pretrained=nowhere"], "gpu=a10000: no such GPU; the nearest are a100-80gb"),
         (["model=tiny_klein", "module.train_text_encoder=true"], "train_text_encoder=true.* stays frozen"),
         (["gpu=null"], "has no table for this machine.*calibrate here, .*; or write gpu=<name>, one of a100-40gb"),

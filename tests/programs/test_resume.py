@@ -428,6 +428,16 @@ def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path
             id="gemini",
             marks=pytest.mark.full("kills"),
         ),
+        *(
+            pytest.param(
+                3,
+                ["strategy=gemini_offload", "trainer.precision=bf16-mixed", f"strategy.master={master}"]
+                + ["strategy.step_in_backward=running_norm", "strategy.gradient_dtype=bfloat16"],
+                id=f"gemini, {master} master, stepped in backward",
+                marks=pytest.mark.full("kills"),
+            )
+            for master in ("split", "bfloat16")
+        ),
     ],
 )
 def test_a_run_killed_at_random_moments_ends_bitwise_as_if_nothing_had_happened(

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from gemini_jobs import Blocks, Job, inputs, loss_of
-from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunk
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, gradients
 from sd_lightning.state import host
 from sd_lightning.state.averaging import Averaging
 from sd_lightning.state.host import host_step, num_threads, step_on_host, usable_cores
@@ -175,7 +175,7 @@ def test_gemini_steps_and_adds_gradients_up_with_more_threads(launch: Launch, mo
             found["landed"].add(torch.get_num_threads())
             yield
 
-    monkeypatch.setattr(chunk, "host_step", landing)
+    monkeypatch.setattr(gradients, "host_step", landing)
     for micro in range(2):
         loss_of(network, inputs(micro, Job("threads")), torch.float32).backward()
     optimizer.clip_grad_norm_(0.1)

@@ -367,7 +367,8 @@ class Findings:
     @property
     def digest(self) -> str:
         """The weights, as something to compare bit for bit."""
-        content = b"".join(self.weights[name].contiguous().numpy().tobytes() for name in sorted(self.weights))
+        flat = (self.weights[name].reshape(-1).view(torch.uint8) for name in sorted(self.weights))
+        content = b"".join(each.numpy().tobytes() for each in flat)
         return hashlib.sha256(content).hexdigest()
 
 
@@ -402,12 +403,14 @@ class Training:
         if self.engine is not None:
             self.engine.drop_optimizers()
             self.optimizers = [self.engine.optimizer(inner) for inner in self.optimizers]
+            for optimizer in self.optimizers if self.engine.config.step_in_backward == "running_norm" else ():
+                optimizer.early.max_norm = self.job.clip
 
     def _engine(self) -> GeminiEngine:
         job = self.job
         config = {"chunk_numel": 60_000 if job.network == "unet" else 1500} | job.config
-        if "reduce_dtype" in config:
-            config["reduce_dtype"] = getattr(torch, config["reduce_dtype"])
+        for name in config.keys() & {"reduce_dtype", "gradient_dtype"}:
+            config[name] = getattr(torch, config[name])
         if job.dtype not in ("float32", "float64"):
             config["compute_dtype"] = getattr(torch, job.dtype)
         reader: Reader | None = None
@@ -520,7 +523,7 @@ def _act(training: Training, step: int) -> None:
                 loss_of(training.network, inputs(1000 + step, job), training.dtype)
     if job.act == "swap" and step % 3 == 1:
         owned = engine.state.parameter_shards()
-        engine.state.swap_in({(s.name, s.begin): torch.full_like(s.master, 0.01) for s in owned})
+        engine.state.swap_in({(s.name, s.begin): torch.full((s.end - s.begin,), 0.01) for s in owned})
         with torch.no_grad():
             swapped = loss_of(training.network, inputs(7, job), training.dtype)
         training.notes["swapped_loss"] = float(swapped)

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from sd_lightning.gemini import chunk as chunk_file
 from sd_lightning.gemini.collectives import Collectives, Pending
-from sd_lightning.gemini.memory import Arrival, Memory, PageLocked
+from sd_lightning.gemini.memory import Arrival, Memory
+from sd_lightning.gemini.page_locked import PageLocked
 from sd_lightning.gemini.placement import Kind, Tier, TierBuffer
 from sd_lightning.gemini.weights import ChunkStorage
 

@@ -15,15 +15,17 @@ from diffusers import DDPMScheduler, DiffusionPipeline
 from diffusers.training_utils import compute_snr
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 import small_training
 from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDDataModule, SDLightningModule
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 from sd_lightning.report import read_metrics
 from sd_lightning.strategies.presets import PRESETS
-from small_models import SMALL_SDXL
+from small_models import SMALL_SDXL, few_blocks
 
 SEED = 3  # of small_training.module
 
@@ -405,3 +407,34 @@ def test_a_name_gives_our_strategy_and_lightnings_own_stay_its() -> None:
     assert isinstance(offloaded, FSDPStrategy) and offloaded.config.cpu_offload
     assert isinstance(StrategyRegistry.get("sd_ddp"), DDPStrategy)
     assert not isinstance(StrategyRegistry.get("ddp"), DDPStrategy)
+
+
+def test_encoders_are_cast_before_the_trained_weights_take_memory_and_saved_as_they_were(tmp_path: Path) -> None:
+    class Noting(SDLightningModule):
+        def configure_optimizers(self) -> Any:  # in the strategy's setup
+            self.dtypes = {p.dtype for network in self.encoder.networks for p in network.parameters()}
+            return super().configure_optimizers()
+
+    model = few_blocks(seed=1)
+    before = {name: weight.clone() for name, weight in model.vae.state_dict().items()}
+    noting = Noting(model, optimizer=small_training.adamw, encoder_dtype="bfloat16")
+    checkpoint = PortableCheckpoint(tmp_path, every_n_steps=0)
+    small_training.fit(noting, small_training.data(), 1, checkpoint)
+    assert noting.dtypes == {torch.bfloat16}
+    assert checkpoint.last_saved is not None
+    saved = load_file(checkpoint.last_saved / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors")
+    assert saved.keys() == before.keys() and all(torch.equal(saved[name], before[name]) for name in before)
+
+
+def test_encoders_that_nothing_needs_are_freed_and_say_so_when_they_are_used() -> None:
+    module = small_training.module(train_text_encoder=False)
+    module.encoder.is_idle = True
+    module.encoder.to(torch.device("cpu"))
+    assert all(p.is_meta for network in module.encoder.networks for p in network.parameters())
+    buffers = [buffer for network in module.encoder.networks for buffer in network.buffers()]
+    assert buffers and not any(buffer.is_meta for buffer in buffers), "which may normalise latents"
+    assert not any(p.is_meta for p in module.denoiser.parameters())
+    with pytest.raises(UsageError, match="the frozen encoders were left out.*keep callbacks.samples"):
+        module.encoder.encode_moments(torch.zeros(1, 3, 32, 32))
+    with pytest.raises(UsageError, match="load the model again"):
+        module.sample("a three")

@@ -164,15 +164,28 @@ def test_fused_adamw_clips_after_a_scaler_has_unscaled() -> None:
             "GeminiStrategy keeps weights row by row, .*=false or",
         ),
         (["speed.channels_last=true", "strategy=deepspeed_zero3"], "DeepSpeedStrategy keeps weights row by row"),
+        (
+            ["strategy.step_in_backward=true"],
+            "trainer.gradient_clip_val=1.0; .*write trainer.gradient_clip_val=null, or",
+        ),
+        (
+            ["strategy.step_in_backward=running_norm", "trainer.accumulate_grad_batches=2", "data.batch_size=16"],
+            "accumulate_grad_batches=2; .*write trainer.accumulate_grad_batches=1",
+        ),
+        (["strategy.step_in_backward=running_norm", "trainer.precision=16-mixed"], "float16: .*take bfloat16"),
+        (["strategy.master=split"], "master=split for .* computed with in float32; .*set precision=bf16-mixed"),
+        (["strategy.gradient_dtype=bfloat16"], "gradient_dtype=bfloat16 and compute_dtype=torch.float32"),
     ],
 )
 def test_switches_that_cannot_work_together_are_refused_before_anything_is_built(
     overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    offloaded = ["strategy=gemini_offload"] * overrides[0].startswith("strategy.")
     with pytest.raises(UsageError, match=message):
-        check_trainer(composed(*overrides))
+        check_trainer(composed(*offloaded, *overrides))
     check_trainer(composed("trainer.precision=bf16-mixed", "speed.attention=flash"))
+    check_trainer(composed("experiment=little_host_memory", "data.store=store"))
 
 
 def _saved_bytes(compute: Callable[[], Tensor]) -> int:

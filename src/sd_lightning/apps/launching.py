@@ -9,6 +9,7 @@ from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import num_started_processes
+from sd_lightning.apps.preflight import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.data.sampler import check_division
 from sd_lightning.remote import training
@@ -18,7 +19,7 @@ from sd_lightning.storage.atomic import check_place
 from sd_lightning.storage.object_store import open_location
 from sd_lightning.storage.runs import check_output_dir
 from sd_lightning.storage.uploads import whole_steps
-from sd_lightning.strategies.base import RunSettings, engine_of
+from sd_lightning.strategies import engine_of
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _check_number(spec: RunSpec, launcher: Ray) -> None:
         )
     try:
         if not spec.chooses_strategy:
-            engine_of(spec.strategy).check_settings(RunSettings(str(spec["trainer.precision"]), most, 1))
+            engine_of(spec.strategy).check_settings(settings_of(spec, most))
         if spec["data.batch_size"] != AUTO:
             check_division(spec["data.batch_size"], most, spec["trainer.accumulate_grad_batches"])
     except UsageError as error:

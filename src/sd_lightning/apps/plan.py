@@ -18,6 +18,7 @@ from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
 from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
+from sd_lightning.apps.preflight import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.models.families import architecture
 from sd_lightning.models.families.base import SIZE_MULTIPLE
@@ -242,7 +243,7 @@ def chosen(spec: RunSpec) -> Candidate:
     """Return the strategy of the command line.
 
     Raises:
-        UsageError: It is not for so many GPUs.
+        UsageError: It is not for so many GPUs, or not for these settings.
     """
     name, gpus = spec["strategy_name"], spec["gpus"]
     least, most = PRESETS[name].processes or (1, None) if name in PRESETS else (1, None)
@@ -251,6 +252,7 @@ def chosen(spec: RunSpec) -> Candidate:
             f"plan got strategy={name} and gpus={gpus}; at most {most} is expected; write strategy=ddp, or leave gpus "
             "out"
         )
+    engine_of(spec.strategy).check_settings(settings_of(spec, gpus))
     own = sorted(key for key in spec.overridden if key.startswith("strategy."))
     settings = {key.removeprefix("strategy."): spec[key] for key in own}
     return Candidate(name, lambda **_: engine_of(spec.strategy), settings)
@@ -309,7 +311,9 @@ def _implied(spec: RunSpec, training: TrainingRun, command: CommandLine) -> Iter
     train = OmegaConf.create(command.compose(list(command.overrides)))
     wanted: dict[str, Any] = {key: spec[key] for key in _SHARED}
     wanted["data.resolution"] = training.resolution
-    if spec["encoders"] != "none":
+    if spec["encoders"] == "none":
+        wanted["callbacks.samples"] = None  # they would need the encoders
+    else:
         wanted["data.cache_latents"] = training.cache_latents
         if training.cache_latents:
             wanted["data.center_crop"] = True  # latents can be cached of images that do not change

@@ -20,6 +20,8 @@ from sd_lightning.storage.atomic import check_place
 if TYPE_CHECKING:
     import torch
 
+    from sd_lightning.strategies.base import RunSettings
+
 log = logging.getLogger(__name__)
 
 _SECTIONS = (
@@ -225,7 +227,7 @@ def adopt_engine_file(spec: RunSpec) -> RunSpec:
 
 def check_trainer(spec: RunSpec) -> None:
     """Check precision, devices, strategy and batch size against each other and against this machine."""
-    from sd_lightning.strategies.base import RunSettings, engine_of
+    from sd_lightning.strategies import engine_of
 
     cuda, precision = spec.cuda_devices, str(spec["trainer.precision"])
     if precision == "16-mixed" and not cuda:
@@ -244,13 +246,27 @@ def check_trainer(spec: RunSpec) -> None:
     if devices > (cuda or cores):
         there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
         raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
-    channels_last = spec.get("speed.channels_last", False)
-    engine_of(spec.strategy).check_settings(RunSettings(precision, devices, nodes, channels_last=channels_last))
+    engine_of(spec.strategy).check_settings(settings_of(spec, devices, nodes))
     check_started_processes(devices, nodes)
     from sd_lightning.data.sampler import check_division
 
     if spec["data.batch_size"] != AUTO:
         check_division(spec["data.batch_size"], spec.num_processes, spec["trainer.accumulate_grad_batches"])
+
+
+def settings_of(spec: RunSpec, devices: int, num_nodes: int = 1) -> RunSettings:
+    """Return what the strategy of a run, or of a plan, can refuse at once."""
+    from sd_lightning.strategies.base import RunSettings
+
+    return RunSettings(
+        str(spec["trainer.precision"]),
+        devices,
+        num_nodes,
+        channels_last=spec.get("speed.channels_last", False),
+        accumulate_grad_batches=spec.get("trainer.accumulate_grad_batches", 1),
+        gradient_clip_val=spec.get("trainer.gradient_clip_val"),
+        gradient_clip_algorithm=spec.get("trainer.gradient_clip_algorithm"),
+    )
 
 
 def _check_length(trainer: Mapping[str, Any], *, steps_key: str) -> None:

@@ -78,7 +78,7 @@ def _run(
     asked: Callable[[], bool] | None,
     uploads: RunUploads | None,
 ) -> int:
-    from sd_lightning.callbacks import StopOnSignal
+    from sd_lightning.callbacks import SampleGrid, StopOnSignal
 
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
@@ -118,6 +118,7 @@ def _run(
         datamodule.images.check_model(spec.model.describe())  # before a chat model is read
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
+    module.encoder.is_idle = not datamodule.needs_encoders and callback_of(trainer, SampleGrid) is None
     open_run(spec, trainer, choice, uploads)
     from sd_lightning.strategies.processes.group import process_group_shutdown
 

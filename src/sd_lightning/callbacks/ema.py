@@ -133,6 +133,10 @@ class EMA(StepCallback, TakesMemory):
             self._follow(1.0 - decay)
             self.num_updates += 1
 
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if engine_of(trainer.strategy).steps_in_backward:
+            self._averaging.join()
+
     def on_before_optimizer_step(self, *_: Any) -> None:
         self._averaging.join()  # the optimizer changes the weights that the update reads
 

@@ -136,6 +136,11 @@ class SDDataModule(LightningDataModule):
             source.check_model(model, train_text_encoder=train_text_encoder)
 
     @property
+    def needs_encoders(self) -> bool:
+        """Whether images or captions are encoded in the run, with the model of :meth:`check_model`."""
+        return any(source.needs_encoders for source in self._sources)
+
+    @property
     def num_train_samples(self) -> int:
         """Length of the training source."""
         return len(self.source_train)

@@ -173,6 +173,11 @@ class Source(ABC):
         return None
 
     @property
+    def needs_encoders(self) -> bool:
+        """Whether images or captions are encoded in the run; known after :meth:`check_model`."""
+        return True
+
+    @property
     def distinct(self) -> Source:
         """The source that holds each image once; ``rows`` indexes it."""
         return self

@@ -5,12 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from sd_lightning._errors import UsageError
+
+
+class Master(StrEnum):
+    """How the weights that the optimizer steps are kept, beside bfloat16 compute weights."""
+
+    FLOAT32 = "float32"
+    """In float32."""
+    SPLIT = "split"
+    """In float32 whose upper halves are the compute weights, where both are on the host; the same bits of training."""
+    BFLOAT16 = "bfloat16"
+    """As the compute weights: stepped in float32, and rounded stochastically."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,11 @@ class GeminiConfig:
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
     """Type in which weights are gathered and gradients computed; by default each parameter's own."""
+    master: Literal["float32", "split", "bfloat16"] = "float32"
+    """How the weights that the optimizer steps are kept; see :class:`Master`. The others than ``float32`` need bfloat16
+    as the compute type."""
+    rounding_seed: int = 0
+    """Seed of the stochastic rounding of ``master="bfloat16"``."""
     reduce_dtype: torch.dtype = torch.float32
     """Type in which gradients of narrower types are summed over the ranks; others are summed in their own. A
     half-precision type halves the bytes that nccl sends, and rounds at every addition."""
@@ -55,6 +72,14 @@ class GeminiConfig:
     """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch;
     ``"auto"``: if there is memory for them. The order of summation differs, so free memory
     can change the last bits under ``"auto"``."""
+
+    gradient_dtype: torch.dtype = torch.float32
+    """Type in which the slow tier gets and keeps the reduced gradients of bfloat16 weights. ``bfloat16`` takes half;
+    the host widens them block by block. It is exact on one rank; sums over several ranks are rounded."""
+    step_in_backward: bool | Literal["running_norm"] = False
+    """Step each chunk in the backward pass, as soon as its gradients are complete, and free them. A step has one
+    backward pass and no clipping then. ``"running_norm"`` clips by the larger of two norms: that of the last step's
+    gradients, and that of the gradients so far in this pass."""
 
     def __post_init__(self) -> None:
         for is_wrong, message in self._rules():
@@ -77,8 +102,30 @@ class GeminiConfig:
         types = (torch.float32, torch.bfloat16, torch.float16)
         expected = "expected float32, bfloat16, float16 or float64"
         yield self.compute_dtype not in (None, torch.float64, *types), f"compute_dtype={self.compute_dtype}; {expected}"
-        expected = "expected float32, or bfloat16 or float16 to send half as much"
+        expected = "expected float32, or bfloat16 or float16 to send half as much (in Python torch.bfloat16)"
         yield self.reduce_dtype not in types, f"reduce_dtype={self.reduce_dtype}; {expected}"
+        yield from self._rules_of_master()
+        narrow = self.gradient_dtype
+        expected = "expected float32, or bfloat16 to keep half as much (in Python torch.bfloat16)"
+        yield narrow not in (torch.float32, torch.bfloat16), f"gradient_dtype={narrow}; {expected}"
+        is_wider = narrow == torch.bfloat16 and self.compute_dtype not in (None, torch.bfloat16)
+        remedy = "which is computed more exactly: leave gradient_dtype out, or train in bfloat16 (precision=bf16-mixed)"
+        yield is_wider, f"gradient_dtype=bfloat16 and compute_dtype={self.compute_dtype}, {remedy}"
+        remedy = "but no gradient goes to the host; set offload_optim_frac"
+        yield narrow == torch.bfloat16 and static and not self.offload_optim_frac, f"gradient_dtype=bfloat16, {remedy}"
+        early, running = self.step_in_backward, self.step_in_backward == "running_norm"
+        choices = "expected true, false or 'running_norm'"
+        yield not isinstance(early, bool) and not running, f"step_in_backward={early!r}; {choices}"
+        for is_wrong, other, why in (
+            (auto, "placement=auto", "that plans with the gradients of all chunks; write placement=static"),
+            (self.reduce_once is not False, f"reduce_once={self.reduce_once}", "a step has one backward pass"),
+            (
+                self.compute_dtype == torch.float16,
+                "float16",
+                "only the end of the pass shows whether its gradients overflow; take bfloat16 (precision=bf16-mixed)",
+            ),
+        ):
+            yield bool(early) and is_wrong, f"step_in_backward={early} and {other}: {why}"
         needs_dir, has_dir = self.disk_optim_frac > 0, self.offload_dir is not None
         remedy = "expected a folder on a local disk, e.g. offload_dir=/scratch/gemini"
         yield needs_dir and not has_dir, f"disk_optim_frac={self.disk_optim_frac} without offload_dir; {remedy}"
@@ -98,6 +145,21 @@ class GeminiConfig:
         ):
             given = f"{part}={getattr(self, part)} and {whole}={getattr(self, whole)}"
             yield getattr(self, part) > getattr(self, whole), f"{given}; {why}: expected {part} <= {whole}"
+
+    def _rules_of_master(self) -> Iterator[tuple[bool, str]]:
+        masters = [str(master) for master in Master]
+        yield self.master not in masters, f"master={self.master!r}; expected one of {', '.join(masters)}"
+        least = min(self.offload_optim_frac, self.offload_param_frac)
+        given = f"offload_optim_frac={self.offload_optim_frac} and offload_param_frac={self.offload_param_frac}"
+        remedy = "only chunks are split whose weights and optimizer are on the host: expected both above 0"
+        yield (
+            self.master == "split" and self.placement == "static" and not least,
+            f"master=split, {given}; {remedy}",
+        )
+        yield not 0 <= self.rounding_seed < 2**64, f"rounding_seed={self.rounding_seed}; expected 0 <= seed < 2**64"
+        remedy = "only master=bfloat16 rounds stochastically"
+        is_unused = self.rounding_seed != 0 and self.master != "bfloat16"
+        yield is_unused, f"rounding_seed={self.rounding_seed} with master={self.master}; {remedy}"
 
     def memory_cap_bytes(self, device_bytes: int) -> int | None:
         """Return ``memory_cap`` in bytes on a device of this size.

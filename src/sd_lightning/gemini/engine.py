@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -69,6 +70,11 @@ class GeminiEngine(ChunkedNetworks):
         Raises:
             UsageError: The optimizer's update is not elementwise, or another optimizer steps one of its parameters.
         """
+        if self.config.step_in_backward and self.optimizers:
+            raise UsageError(
+                f"Gemini got a second optimizer ({type(inner).__name__}) with step_in_backward, where the backward "
+                "pass steps everything; expected one: use parameter groups, or leave step_in_backward out"
+            )
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         if any(optimizer.owns(parameter) for optimizer in self.optimizers for parameter in parameters):
             raise UsageError(
@@ -84,7 +90,10 @@ class GeminiEngine(ChunkedNetworks):
     def drop_optimizers(self) -> None:
         """Drop all optimizers, their states and gradients, for example before a new fit."""
         self.abort()
+        for optimizer in self.optimizers:
+            optimizer.stepper.finish(set())  # its scratch, if a backward pass has stepped
         self.optimizers.clear()
+        self.runtime.reducer.step_chunk = None
         for chunk in self.chunks:
             chunk.free_states()
         self.memory.release_unused()
@@ -98,14 +107,37 @@ class GeminiEngine(ChunkedNetworks):
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from a loss, scaled in float16, and reduce the gradients."""
-        self.scale_loss(loss).backward()
+        if not self.skips_backward(loss):
+            self.scale_loss(loss).backward()
+
+    def skips_backward(self, loss: Tensor) -> bool:
+        """Return whether the loss of any rank is not finite and its backward pass would step; drop its graph's pass.
+
+        With ``step_in_backward`` nothing after the pass could prevent that step. A collective call then, which waits
+        for the loss.
+        """
+        if not self.config.step_in_backward:
+            return False
+        is_bad = torch.tensor([not bool(loss.isfinite().all())], dtype=torch.int64)
+        if not self.collectives.all_reduce(is_bad, dist.ReduceOp.MAX).any():
+            return False
+        self.abort()
+        return True
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Mark the backward passes of all micro-batches of a step but the last; a collective call.
 
         With ``reduce_once``, gradients are kept whole in float32, and reduced by the next pass outside of ``no_sync``.
         Without it, each pass reduces them and only this rank's shard is kept.
+
+        Raises:
+            UsageError: The backward pass steps.
         """
+        if self.config.step_in_backward:
+            raise UsageError(
+                "Gemini got several micro-batches with step_in_backward, where each backward pass steps; expected one "
+                "(trainer.accumulate_grad_batches=1), or leave step_in_backward out"
+            )
         return self.runtime.reducer.keeping_gradients(self.runtime.accumulation.keeps_gradients())
 
     @torch.inference_mode(False)
@@ -139,6 +171,7 @@ class GeminiEngine(ChunkedNetworks):
     def whole_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters, and copies of them in host memory, gathered chunk by chunk; a collective call."""
         self.access.close()
+        self.runtime.check_is_consistent()
         for chunk in self.chunks:
             whole = self.whole(chunk).cpu()
             for parameter in chunk.slots:
@@ -152,13 +185,14 @@ class GeminiEngine(ChunkedNetworks):
         Restored weights stay as they are.
 
         Raises:
-            UsageError: The engine is closed, and its weights are freed.
+            UsageError: The engine is closed, and its weights are freed; or a backward pass has stepped some of them.
         """
         if self.is_restored:
             return
         if self.is_closed:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
         self.access.close()
+        self.runtime.check_is_consistent()
         self.access.end()
         self.abort()
         for chunk in self.chunks:
@@ -212,6 +246,8 @@ class ChunkedState(ShardedState):
     @override
     def parameter_shards(self) -> list[ParameterShard]:
         self._engine.access.close()
+        if self._is_ahead:
+            self._engine.runtime.check_is_consistent()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -226,7 +262,7 @@ class ChunkedState(ShardedState):
                     part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
                     states[kind] = update.values(kind, part, end - begin)
                 scalars = update.scalars(progress)
-            master = chunk.bounds.view_of(slot, chunk.master.tensor)
+            master = chunk.master.part(slot)
             owned.append(ParameterShard(slot.name, tuple(parameter.shape), begin, end, master, states, scalars))
         return owned
 
@@ -255,11 +291,22 @@ class ChunkedState(ShardedState):
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
-                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master.tensor), begin, end)
+                with chunk.master.stepping(*chunk.bounds.range_of(slot)) as values:
+                    read("master", slot.name, values, begin, end)
             if groups is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._engine.trained_chunks:
             chunk.master.refresh()
+        if groups is not None or not self._is_ahead:
+            self._engine.runtime.reducer.complete.clear()
+            self._engine.runtime.reducer.stepped.clear()
+            for optimizer in self._engine.optimizers:
+                optimizer.early.reset()
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether a backward pass has stepped states; those of a new optimizer may be listed, to be loaded."""
+        return any(optimizer.early.has_stepped for optimizer in self._engine.optimizers)
 
     def _load_states(
         self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedParameter, read: Read

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,96 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.memory import spare_bytes
-from sd_lightning.gemini.placement import ChunkPlan, mib, whole_gradient_bytes
+from sd_lightning.gemini.placement import (
+    EARLY_GRADIENTS,
+    SENT_GRADIENTS,
+    ChunkPlan,
+    Tier,
+    mib,
+    whole_gradient_bytes,
+)
+from sd_lightning.gemini.tracer import Tracer
 from sd_lightning.gemini.weights import ChunkState
 
 log = logging.getLogger(__name__)
 
 
-class Tracer:
-    """Record of the units that a pass uses, and prediction of the next ones.
-
-    A pass is one forward and backward, or one forward without gradients. Units are predicted while a pass repeats the
-    previous pass of its kind. Once it differs, nothing is predicted until the next pass.
-
-    Args:
-        chunks_of: Chunk indices of each unit.
-    """
-
-    NEVER = 1 << 62
-
-    def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
-        self._chunks_of = chunks_of
-        self._with_gradients = True
-        self._current: list[int] = []
-        self.forget()
-
-    @property
-    def order(self) -> list[int]:
-        """Units of the last complete pass of the current kind; they are expected in the next one."""
-        return self._order_of[self._with_gradients]
-
-    @property
-    def current_start(self) -> int | None:
-        """The first unit of the current pass."""
-        return self._current[0] if self._current else None
-
-    def begin(self, *, with_gradients: bool) -> None:
-        """Note a network call outside of a backward pass; a pass of another kind ends the previous one."""
-        if with_gradients != self._with_gradients:
-            self.end_pass()
-            self._with_gradients = with_gradients
-            self._is_known = bool(self.order)
-
-    def use(self, unit: int) -> None:
-        """Note that a unit is used now."""
-        position = len(self._current)
-        self._current.append(unit)
-        if self._is_known and (position >= len(self.order) or self.order[position] != unit):
-            self._is_known = False
-
-    def end_pass(self) -> None:
-        """Expect the recorded order in the next pass."""
-        if not self._current:
-            return
-        if self._current != self.order:
-            self._order_of[self._with_gradients] = self._current
-            uses = self._uses_of[self._with_gradients] = {}
-            for position, unit in enumerate(self.order):
-                for chunk in self._chunks_of[unit]:
-                    uses.setdefault(chunk, []).append(position)
-        self._current = []
-        self._is_known = True
-
-    def forget(self) -> None:
-        """Discard all recorded orders: ranks may have recorded different ones, for example after a failure."""
-        # By the kind of the pass, so that sampling in between does not discard the order of training.
-        self._order_of: dict[bool, list[int]] = {True: [], False: []}
-        self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
-        self._current = []
-        self._is_known = False
-        """Whether the pass has followed the expected order so far."""
-
-    def next_use(self, chunk: int) -> int:
-        """Return the position of a chunk's next use; ``NEVER`` if there is none or nothing is predicted."""
-        if not self._is_known:
-            return self.NEVER
-        uses = self._uses_of[self._with_gradients].get(chunk, [])
-        index = bisect_right(uses, len(self._current) - 1)
-        return uses[index] if index < len(uses) else self.NEVER
-
-    def upcoming(self) -> Iterator[tuple[int, int]]:
-        """Yield (position, chunk) of the next uses, in order."""
-        if not self._is_known:
-            return
-        for position in range(len(self._current), len(self.order)):
-            for chunk in self._chunks_of[self.order[position]]:
-                yield position, chunk
-
-
-_MAX_REDUCTIONS = 4
+_MAX_REDUCTIONS = SENT_GRADIENTS
 """Reductions under way at a time: each keeps a chunk of gradients in memory."""
 
 
@@ -126,10 +53,22 @@ class Reducer:
         """Parameters with gradients on this rank since the last optimizer step."""
         self.version = 0
         """Changes when a backward pass begins, or when gradients are dropped or changed."""
+        self.step_chunk: Callable[[Chunk], None] | None = None
+        """Steps a chunk in the backward pass; None if that is left to the optimizer's step."""
+        self.complete: set[int] = set()
+        """Chunks that have all gradients of this step, and are stepped in the backward pass."""
+        self.stepped: set[nn.Parameter] = set()
+        """Parameters that a backward pass has stepped since the last optimizer step, also if it failed afterwards."""
         self._under_way: deque[Chunk] = deque()
+        self._unstepped: deque[Chunk] = deque()
 
-    def reduce(self, index: int) -> None:
-        """Start to reduce a chunk's gradients, or keep them whole."""
+    def reduce(self, index: int, *, is_complete: bool = False) -> None:
+        """Start to reduce a chunk's gradients, or keep them whole.
+
+        Args:
+            index: The chunk's index.
+            is_complete: Whether this pass gives it no more gradients, so that it may be stepped.
+        """
         self.late.discard(index)
         chunk = self.chunks[index]
         if not chunk.is_trained:
@@ -142,14 +81,48 @@ class Reducer:
             self.finish_oldest()
         chunk.gradients.reduce()
         self._under_way.append(chunk)
+        if is_complete and self.step_chunk is not None:
+            self.complete.add(index)
         self.statistics["reductions"] += 1
 
     def finish_oldest(self) -> bool:
         """Finish the oldest reduction; return whether there was one."""
         if not self._under_way:
             return False
-        self._under_way.popleft().gradients.finish_reduction()
+        chunk = self._under_way.popleft()
+        chunk.gradients.finish_reduction()
+        if chunk.index in self.complete:
+            self._note_complete(chunk)
         return True
+
+    def check_incomplete(self, chunk: Chunk) -> None:
+        """Raise if a chunk gets gradients after it was stepped in this backward pass.
+
+        Raises:
+            UsageError: It does.
+        """
+        if chunk.index in self.complete:
+            raise UsageError(
+                f"Gemini got gradients of {chunk.layout.slots[0].name}, or of what shares its chunk, after it was "
+                "stepped (step_in_backward): by a second backward pass before the optimizer's step, by a block that is "
+                "recomputed under use_reentrant=True, or by a use outside of its block's forward, such as a "
+                "penalty on weights that is taken before the network is called; expected one backward pass per step, "
+                "use_reentrant=False, and penalties after the call; otherwise leave step_in_backward out"
+            )
+
+    def _note_complete(self, chunk: Chunk) -> None:
+        """Step a chunk, on the host only when the next chunks' gradients are under way as well."""
+        assert self.step_chunk is not None
+        if chunk.placement.step_tier is Tier.FAST:
+            self.step_chunk(chunk)
+        else:
+            self._unstepped.append(chunk)
+            self._step_all_but(EARLY_GRADIENTS[Tier.SLOW] - _MAX_REDUCTIONS)
+
+    def _step_all_but(self, count: int) -> None:
+        """Step the complete chunks, but for the latest ones, whose gradients may not have arrived yet."""
+        while len(self._unstepped) > count and self.step_chunk is not None:
+            self.step_chunk(self._unstepped.popleft())
 
     def finish(self, chunk: Chunk) -> None:
         """Finish the reduction of a chunk and all older ones."""
@@ -160,6 +133,7 @@ class Reducer:
         """Finish all reductions."""
         while self.finish_oldest():
             pass
+        self._step_all_but(0)
 
     @contextmanager
     def keeping_gradients(self, keeps: bool) -> Iterator[None]:
@@ -184,6 +158,8 @@ class Reducer:
     def drop(self) -> None:
         """Drop the gradients of all chunks, including those being reduced."""
         self._under_way.clear()
+        self._unstepped.clear()
+        self.complete.clear()
         self.kept.clear()
         self.late.clear()
         self.touched.clear()

@@ -43,6 +43,16 @@ _ON_ITSELF: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 """What needs no values."""
+THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+ALIASES: set[Any] = {Tensor.data.__get__, SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+"""What returns the memory of a tensor, or replaces it."""
+RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+"""In-place functions that change the shape of a tensor, or its memory."""
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE.add("__setitem__")
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
 _APPLY = nn.Module._apply.__code__
@@ -172,7 +182,8 @@ class WholeGradients:
             is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
         """
         optimizer = self._optimizer_of(parameter)
-        if optimizer is None or is_asked_to_drop and optimizer.has_stepped:
+        is_dropped = is_asked_to_drop and not self._reducer.complete
+        if optimizer is None or is_dropped and optimizer.has_stepped:
             return None
         return self._gathered(parameter) if self._has_gradient(parameter, optimizer) else None
 
@@ -180,7 +191,8 @@ class WholeGradients:
         """Replace the gradient of a parameter."""
         chunked, optimizer = self._chunked, self._optimizer_of(parameter)
         if value is None:
-            if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
+            may_have = optimizer is not None and (self._reducer.complete or not optimizer.has_stepped)
+            if optimizer is not None and may_have and self._has_gradient(parameter, optimizer):
                 self._close()
                 chunked.chunk_of[parameter].gradients.forget(parameter)
                 self._reducer.touched.discard(parameter)
@@ -223,10 +235,11 @@ class WholeGradients:
     def _has_gradient(self, parameter: nn.Parameter, optimizer: ChunkOptimizer) -> bool:
         """Return whether a parameter has a gradient on any rank; a collective call."""
         if optimizer.has_stepped:
+            between = "use it between the backward pass and the step, in on_after_backward or on_before_optimizer_step"
+            early = "leave step_in_backward out to use or drop it: the backward pass has stepped"
             raise UsageError(
                 f"Gemini got {self._chunked.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
-                "stepped, which frees the gradients; use it between the backward pass and the step, in "
-                "on_after_backward or on_before_optimizer_step"
+                f"stepped, which frees the gradients; {early if self._chunked.config.step_in_backward else between}"
             )
         if optimizer not in self.touched:
             self._chunked.collectives.meet(f"touches {self._chunked.name_of(parameter)}.grad")
@@ -239,7 +252,22 @@ class WholeGradients:
             chunked.collectives.meet(f"touches {chunked.name_of(parameter)}.grad")
             with torch.inference_mode(False), torch.no_grad():
                 chunk.gradients.wait_on_host()
+                chunk.gradients.widen()
                 accumulated = chunk.gradients.accumulated
                 assert accumulated is not None
                 self.whole[chunk.index] = chunked.gathered(chunk, accumulated.tensor).div_(self._scale())
         return chunk.part_of(parameter, self.whole[chunk.index])
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch writes its first argument."""
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
+
+
+def may_alias(result: Any, weight: Tensor) -> bool:
+    """Return whether user code may write a weight through what a function returned."""
+    return any(
+        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(result)
+    )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.config import GeminiConfig, Master
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ class ChunkLayout:
     slots: tuple[Slot, ...]
     numel: int
     """Elements, with padding; a multiple of ``ALIGNMENT * world_size``."""
+    master: Master = Master.FLOAT32
+    """How its master weights are kept."""
 
     @property
     def nbytes(self) -> int:
@@ -203,8 +206,13 @@ class ChunkLayout:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Type of the master weights and of accumulated gradients."""
+        """Type in which master weights are stepped, and of accumulated gradients."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Type in which whole master weights are kept from step to step."""
+        return torch.bfloat16 if self.master is Master.BFLOAT16 else self.master_dtype
 
     @property
     def padding(self) -> int:
@@ -264,8 +272,31 @@ def align(numel: int, multiple: int = ALIGNMENT) -> int:
 
 
 def pack_as_set(specs: Sequence[ParameterSpec], config: GeminiConfig, world_size: int) -> list[ChunkLayout]:
-    """Pack parameters into chunks of the size in the settings; by default the one with the least padding."""
-    return pack(specs, config.chunk_numel or best_chunk_numel(tuple(specs), world_size), world_size)
+    """Pack parameters into chunks of the size in the settings; by default the one with the least padding.
+
+    Raises:
+        UsageError: The settings ask for another form of the master weights than their type has.
+    """
+    chunks = pack(specs, config.chunk_numel or best_chunk_numel(tuple(specs), world_size), world_size)
+    if config.master == "float32":
+        return chunks
+    check_master(config, {chunk.dtype for chunk in chunks if chunk.is_trained})
+    return [replace(chunk, master=Master(config.master)) if chunk.is_trained else chunk for chunk in chunks]
+
+
+def check_master(config: GeminiConfig, dtypes: AbstractSet[torch.dtype]) -> None:
+    """Raise if weights that are computed with in these types have no master weights of the form in the settings.
+
+    Raises:
+        UsageError: They have not.
+    """
+    if config.master != "float32" and dtypes - {torch.bfloat16}:
+        given = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f"GeminiConfig got master={config.master} for trained weights that are computed with in {given}; expected "
+            "bfloat16 alone, whose bits are the upper half of float32's: set precision=bf16-mixed or bf16-true, "
+            "compute_dtype=bfloat16 outside of Lightning, or leave master=float32"
+        )
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:

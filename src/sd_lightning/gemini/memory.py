@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import re
 import sys
 import tempfile
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,122 +17,10 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.placement import Kind, Ledger, Tier, TierBuffer, mib
+from sd_lightning.gemini.page_locked import PageLocked, whole_pages
+from sd_lightning.gemini.placement import Kind, Ledger, Tier, TierBuffer
 
 log = logging.getLogger(__name__)
-
-
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``."""
-_LAST_COPIES_S = 5.0
-"""Seconds that the end of the process waits for copies; the device may hang."""
-
-_left: list[Tensor] = []
-"""Memory that could not be unlocked: it is never freed, since the device may still use it."""
-
-
-class PageLocked:
-    """Blocks of whole pages that are locked when allocated, and unlocked before they are freed.
-
-    torch's own allocator of page-locked memory is left alone: it rounds sizes up to powers of two, which takes up to
-    twice the memory. Its setting against that, which holds for the whole process, may hand out blocks that are too
-    small. It also keeps what is freed until the process ends.
-
-    torch knows nothing of this memory: whoever unlocks it, or uses it again, waits for the copies before.
-
-    Args:
-        module: The device module, ``torch.cuda``.
-        device: Copies from and to the memory.
-        streams: Streams of these copies; they are waited for if the owner is lost, or the process ends.
-    """
-
-    def __init__(self, module: Any, device: torch.device, streams: Sequence[Any]) -> None:
-        self._module = module
-        self._device = device
-        self._locked: dict[int, Tensor] = {}
-        """By address."""
-        weakref.finalize(self, _unlock_rest, self._locked, module, device, streams, os.getpid())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are locked."""
-        return sum(memory.nbytes for memory in self._locked.values())
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Return locked memory.
-
-        Args:
-            nbytes: At least 1.
-
-        Raises:
-            UsageError: There is not enough memory, or the system does not let the process lock more.
-        """
-        try:
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise self._refusal(nbytes, str(error)) from error
-        # A forked process, such as a worker of a data loader, would copy all locked pages.
-        pages.madvise(mmap.MADV_DONTFORK)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        cudart = self._module.cudart()
-        with self._module.device(self._device):
-            code = cudart.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)
-        if int(code) != 0:
-            raise self._refusal(nbytes, str(cudart.cudaGetErrorString(code)))
-        self._locked[memory.data_ptr()] = memory
-        return memory
-
-    def unlock(self, memory: Tensor) -> None:
-        """Unlock memory, or a view of all of it, that no copy uses any more; it is freed with its last view."""
-        if memory.nbytes:
-            address = memory.data_ptr()
-            _unlock(self._module, self._device, self._locked.pop(address))
-
-    def _refusal(self, nbytes: int, reason: str) -> UsageError:
-        return UsageError(
-            f"Gemini could not page-lock {mib(nbytes)} of host memory beside the {mib(self.nbytes)} it has ({reason}); "
-            "expected room for all that is offloaded; lower offload_optim_frac and offload_param_frac, free host "
-            "memory, or raise the system's limit (ulimit -l; docker run --ulimit memlock=-1)"
-        )
-
-
-def _unlock(module: Any, device: torch.device, memory: Tensor) -> None:
-    with module.device(device):  # another thread, such as the garbage collector's, may be on another device
-        code = module.cudart().cudaHostUnregister(memory.data_ptr())
-    if int(code) != 0:
-        _leave([memory], f"CUDA error {int(code)}")
-
-
-def _unlock_rest(
-    locked: dict[int, Tensor], module: Any, device: torch.device, streams: Sequence[Any], process: int
-) -> None:
-    """Unlock what is still locked when its owner is gone or the process ends; do nothing in a forked process."""
-    if os.getpid() != process:
-        _left.extend(locked.values())  # its addresses may be in use for something else
-        return
-    if locked and not _are_idle(streams):
-        _leave(list(locked.values()), f"its copies did not end within {_LAST_COPIES_S:g} s, or failed")
-        return
-    while locked:
-        _unlock(module, device, locked.popitem()[1])
-
-
-def _leave(memory: list[Tensor], reason: str) -> None:
-    _left.extend(memory)
-    log.warning("Gemini leaves %s of host memory page-locked: %s", mib(sum(m.nbytes for m in memory)), reason)
-
-
-def _are_idle(streams: Sequence[Any]) -> bool:
-    """Return whether copies are done, or will be in a moment."""
-    until = time.monotonic() + _LAST_COPIES_S
-    try:
-        while not all(stream.query() for stream in streams):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-    except RuntimeError:  # the device has failed
-        return False
-    return True
 
 
 _MAX_LANDING = 4
@@ -233,7 +118,7 @@ class Memory:
             tensor = self._host(numel, dtype)
         else:
             tensor = self._mapped(numel, dtype)
-        self.ledger.add(tier, kind, tensor.nbytes)
+        self.ledger.add(tier, kind, self._taken(tier, tensor.nbytes))
         if zero:
             tensor.zero_()
         return TierBuffer(tensor, tier, kind)
@@ -245,9 +130,10 @@ class Memory:
             buffer: A buffer on any tier.
             last_use: Arrival after which its memory may be reused; by default that of all copies so far.
         """
-        self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
+        taken = self._taken(buffer.tier, buffer.nbytes)
+        self.ledger.add(buffer.tier, buffer.kind, -taken)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
-            self.ledger.add(Tier.SLOW, Kind.KEPT, buffer.nbytes)
+            self.ledger.add(Tier.SLOW, Kind.KEPT, taken)
             if last_use is None:
                 last_use = Arrival(self._module, self.device).after([self._to_fast, self._to_slow])
             self._pinned.setdefault(buffer.nbytes, []).append((buffer.tensor, last_use))
@@ -339,9 +225,12 @@ class Memory:
         self._module.synchronize(self.device)  # also streams of others, which may have read what was freed
         for nbytes, kept in self._pinned.items():
             for memory, _ in kept:
-                self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+                self.ledger.add(Tier.SLOW, Kind.KEPT, -whole_pages(nbytes))
                 self._page_locked.unlock(memory)
         self._pinned.clear()
+
+    def _taken(self, tier: Tier, nbytes: int) -> int:
+        return whole_pages(nbytes) if tier is Tier.SLOW and self.on_accelerator else nbytes
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
@@ -350,7 +239,7 @@ class Memory:
         if len(kept) > position and (len(kept) >= _MAX_WAITING or kept[position][1].is_past):
             memory, last_use = kept.pop(position)
             last_use.wait()
-            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -whole_pages(nbytes))
             return memory.view(dtype)
         if self._page_locked is None or not nbytes:  # no pages hold nothing
             return torch.empty(numel, dtype=dtype)

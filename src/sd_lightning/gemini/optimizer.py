@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import ChunkedNetworks
-from sd_lightning.gemini.gathering import Reducer
+from sd_lightning.gemini.agreement import GradientAgreement
+from sd_lightning.gemini.early_steps import EarlySteps
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.stepper import Stepper, step_devices
 from sd_lightning.gemini.updates import update_of
+
+_UNCLIPPED = "write trainer.gradient_clip_val=null, or step_in_backward=running_norm to clip by the norm so far"
 
 
 class LossScale:
@@ -69,86 +71,6 @@ class LossScale:
         self._skipped.fill_(int(state["skipped"]))
 
 
-class GradientAgreement:
-    """Agreement of all ranks on the gradients of one optimizer, cached until the gradients change.
-
-    Args:
-        chunked: The networks and their chunks.
-        reducer: Reduces their gradients.
-        stepper: Steps the parameters.
-    """
-
-    def __init__(self, chunked: ChunkedNetworks, reducer: Reducer, stepper: Stepper) -> None:
-        self.touched: set[nn.Parameter] | None = None
-        """The optimizer's parameters that have gradients on any rank; None if unknown."""
-        self.norm: Tensor | None = None
-        """The 2-norm of the gradients over all ranks; None if unknown. In float64, on the device if that decides."""
-        self._chunked = chunked
-        self._reducer = reducer
-        self._stepper = stepper
-        self._version = -1
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1 if the norm, and so a gradient, is not finite, else 0."""
-        assert self.norm is not None
-        return (~self.norm.isfinite()).float()
-
-    def reset(self) -> None:
-        """Forget the agreement, after the gradients were consumed."""
-        self.touched, self.norm = None, None
-
-    def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
-        """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
-        chunked, reducer, trained = self._chunked, self._reducer, list(self._chunked.trained.values())
-        is_agreed = self.touched is not None and self._version == reducer.version
-        if not chunked.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
-            is_agreed = False  # another rank may have got late gradients meanwhile
-        if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
-            return self.touched
-        reducer.flush()
-        late = [chunk.index in reducer.late for chunk in chunked.chunks]
-        on_device = self._stepper.decides_on_device
-        own = [
-            self._sum_on_host() if with_norm and not on_device else 0.0,
-            *late,
-            *(p in reducer.touched for p in trained),
-        ]
-        values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
-        late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
-        if late_anywhere:
-            reducer.flush(late_anywhere)
-            return self.reach(with_norm=with_norm)
-        # From here on ``touched`` is the same on all ranks, also for parameters of other optimizers.
-        reducer.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
-        self._version = reducer.version
-        self.touched = reducer.touched.intersection(self._stepper.group_of)
-        self.norm = None
-        if with_norm and on_device:
-            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=chunked.memory.device)]
-            self.norm = chunked.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
-        elif with_norm:
-            self.norm = values[0].sqrt()
-        return self.touched
-
-    def _squares(self) -> list[Tensor]:
-        """Return sums of squares of this rank's gradients: in at least float32 per range, each then in float64."""
-        squares = []
-        for gradient in self._stepper.gradients():
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            squares.append(gradient.square().sum(dtype=dtype).double())
-        return squares
-
-    def _sum_on_host(self) -> float:
-        """Return their sum, with one transfer per device."""
-        squares = self._squares()
-        sums = torch.zeros(len(squares), dtype=torch.float64)
-        for device in {square.device for square in squares}:
-            indices = [index for index, square in enumerate(squares) if square.device == device]
-            sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
-        return float(sums.sum())
-
-
 class GeminiOptimizer(torch.optim.Optimizer):
     """Wrapper of the user's optimizer that shares its groups: schedulers made for either drive both.
 
@@ -180,6 +102,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._aborts_before_clip = 0
         self._stepped_version: int | None = None
         """The version of the gradients that the last step consumed."""
+        self.early = EarlySteps(runtime, self.stepper, self._agreement)
+        if runtime.chunked.config.step_in_backward:
+            self._reducer.step_chunk = self.early.step
         self.adopt()
 
     @property
@@ -226,7 +151,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     @property
     def has_stepped(self) -> bool:
         """Whether a step has consumed the gradients of the last backward pass."""
-        return self._stepped_version == self._reducer.version
+        return self._stepped_version == self._reducer.version or bool(self._reducer.complete)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
@@ -250,9 +175,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
         self._runtime.check_can_step()
-        self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
+        self.early.finish(touched)
+        self.stepper.check_frozen()
         self._runtime.accumulation.end_step()
         overflowed = None if scaler is None else self._agreement.found_inf
         if self.stepper.decides_on_device:
@@ -272,7 +198,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Returns:
             Whether it will; if not, the host must read the value, and call :meth:`zero_grad` if it is 1.
         """
-        if not self.stepper.decides_on_device:
+        if not self.stepper.decides_on_device or self._reducer.step_chunk is not None:
             return False
         self._found_inf = found_inf
         return True
@@ -281,6 +207,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Forget the gradients of this optimizer's parameters."""
         self._runtime.recover()
         self._runtime.access.close()
+        self.early.check_nothing("to drop gradients", "call zero_grad() before the backward pass or after the step")
         self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
@@ -311,6 +238,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, over all ranks, without the loss scale; on the device if that steps all chunks.
         """
+        if self.early.max_norm == float(max_norm):
+            return self.early.norm
         norm, before = self.grad_norm(), self._pending_clip
         coefficient = (float(max_norm) / (norm.double() + 1e-6)).clamp(max=1.0)
         self._clip = coefficient if before is None else before * coefficient
@@ -321,6 +250,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
         self._runtime.check_can_step()
+        self.early.check_nothing("for the norm of all gradients", _UNCLIPPED)
         self._agreement.reach(with_norm=True)
         norm = self._agreement.norm
         assert norm is not None
@@ -336,12 +266,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
         self._runtime.check_can_step()
+        self.early.check_nothing("to clip gradients", _UNCLIPPED)
         self._agreement.reach(with_norm=self._scaler is not None)
         bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
         if self._scaler is not None:
             assert isinstance(bound, Tensor)
             overflowed = self._agreement.found_inf.to(bound.device)
             bound = bound.masked_fill(overflowed > 0, math.inf)
+        for chunk in self.stepper.chunks:
+            chunk.gradients.wait_on_host()
+            chunk.gradients.widen()
         for tensor in self.stepper.gradients():
             if isinstance(bound, Tensor) and self.stepper.decides_on_device:
                 tensor.clamp_(-bound, bound)

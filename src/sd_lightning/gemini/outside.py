@@ -20,21 +20,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
 from sd_lightning.gemini.gathering import Reducer
-from sd_lightning.gemini.guarded import OUTSIDE, ChunkOptimizer, GuardedParameter, WholeGradients
+from sd_lightning.gemini.guarded import (
+    ALIASES,
+    OUTSIDE,
+    RESHAPING,
+    SET_DATA,
+    THAWS,
+    ChunkOptimizer,
+    GuardedParameter,
+    WholeGradients,
+    is_in_place,
+    may_alias,
+)
 from sd_lightning.gemini.weights import ChunkState
 
 _NUM_CHECKED = 16
 """Writes that are compared between the ranks, and views of a weight that are watched for writes, when a run begins."""
-_THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ALIASES: set[Any] = {Tensor.data.__get__, _SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
-"""What returns the memory of a tensor, or replaces it."""
-_RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-"""In-place functions that change the shape of a tensor, or its memory."""
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-_IN_PLACE.add("__setitem__")
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _NUM_SUMS = 251
 """A prime: values that change places change sums of bytes, too."""
 _READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
@@ -168,21 +169,21 @@ class OutsideAccess:
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch with whole weights in place of parameters."""
         first = args[0] if args else None
-        if func in _THAWS:
+        if func in THAWS:
             self._check_thaw(first, *args[1:], **kwargs)
         parameters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
-        written = [p for p in tree_leaves(first) if isinstance(p, GuardedParameter)] if _is_in_place(func) else []
+        written = [p for p in tree_leaves(first) if isinstance(p, GuardedParameter)] if is_in_place(func) else []
         is_initial = getattr(func, "__module__", "") == nn.init.__name__  # without gradients inside
         needs_gradients = torch.is_grad_enabled() and not is_initial
         is_refused = needs_gradients and any(leaf.requires_grad for leaf in written)
-        is_kept = func in _THAWS or is_refused  # torch refuses to write leaves that need gradients
+        is_kept = func in THAWS or is_refused  # torch refuses to write leaves that need gradients
         if not is_kept and isinstance(first, GuardedParameter) and self._takes_memory(func, first, args):
             self._replace(first, args[1])
             return first
         if is_kept or all(self._is_direct(parameter) for parameter in parameters):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_alias = func in _ALIASES or not needs_gradients
+        is_alias = func in ALIASES or not needs_gradients
         is_local = not is_alias and all(
             self._chunked.chunk_of[parameter].weights.is_resident for parameter in parameters
         )
@@ -201,7 +202,7 @@ class OutsideAccess:
             result = func(*args, **kwargs)
             for (each, tensor), version in zip(shown.items(), before):
                 is_written = tensor._version != version
-                if not is_alias and (is_written or _may_alias(result, tensor)):
+                if not is_alias and (is_written or may_alias(result, tensor)):
                     self._note_alias(each, tensor, is_written=is_written)
         return first if isinstance(first, GuardedParameter) and written and result is shown[first] else result
 
@@ -292,9 +293,9 @@ class OutsideAccess:
 
     def _takes_memory(self, func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
         """Return whether a function gives a parameter the memory of another tensor; raise if it changes its shape."""
-        if func == _SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
+        if func == SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
             return True
-        if func.__name__ in _RESHAPING:
+        if func.__name__ in RESHAPING:
             raise UsageError(
                 f"Gemini got {self._name(parameter)}.{func.__name__}(), which changes its shape or its memory; "
                 "expected a write of other values (p.data.copy_(values)): parameters in chunks keep their sizes"
@@ -335,18 +336,20 @@ class OutsideAccess:
 
     def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
         """Take over this rank's part of whole weights; return whether it has changed."""
-        weights, is_swapped = chunk.weights, self._chunked.is_swapped
-        target = chunk.master.tensor if chunk.is_trained and not is_swapped else weights.shard
-        new = self._chunked.collectives.shard(whole).to(target.device)
-        old = target.to(new.dtype)
+        weights, is_master = chunk.weights, chunk.is_trained and not self._chunked.is_swapped
+        shown = chunk.master.read() if is_master else weights.shard
+        new = self._chunked.collectives.shard(whole).to(shown.device)
+        old = shown.to(new.dtype)
         changed = (new != old) & ~(new.isnan() & old.isnan())
         has_changed = bool(changed.any())
         if has_changed:
             chunk.wait_on_host()
             weights.settle()
-            target.copy_(torch.where(changed, new.to(target.dtype), target))
-            if target is not weights.shard and not weights.is_master:
-                weights.refresh(target)
+            values = torch.where(changed, new.to(shown.dtype), shown)
+            with chunk.master.stepping(0, len(values)) if is_master else nullcontext(shown) as target:
+                target.copy_(values)
+            if is_master:
+                chunk.master.publish()
         weights.settle()
         if weights.state is ChunkState.GATHERED:
             weights.storage.full.copy_(whole)
@@ -380,20 +383,6 @@ class OutsideAccess:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return self._chunked.name_of(parameter)
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch writes its first argument."""
-    name = func.__name__
-    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
-
-
-def _may_alias(result: Any, weight: Tensor) -> bool:
-    """Return whether user code may write a weight through what a function returned."""
-    return any(
-        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
-        for leaf in tree_leaves(result)
-    )
 
 
 def _digests(values: Sequence[Tensor]) -> Tensor:

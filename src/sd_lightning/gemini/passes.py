@@ -318,6 +318,8 @@ class Pass:
         self._calls[unit] -= 1
         self.renew(unit, number)
         self._open[unit] = number
+        for chunk in self._chunks_of[unit]:
+            self._reducer.check_incomplete(self._chunks[chunk])
         self.visited.update(dict.fromkeys(self._chunks_of[unit]))
         if self._units[unit].is_container:
             for chunk in self._chunks_of[unit]:
@@ -330,7 +332,7 @@ class Pass:
         for chunk in self._chunks_of[unit]:
             is_spent = chunk in self.visited and (is_elsewhere or unit in self._spent.get(chunk, ()))
             if is_spent and not self._chunks[chunk].weights.is_resident:
-                self._reduce(chunk)
+                self._reduce(chunk, is_complete=False)
                 self.visited[chunk] = None
 
     def end_inner_task(self, number: int) -> None:
@@ -368,7 +370,7 @@ class Pass:
             if chunk in self.visited:
                 self._spent.setdefault(chunk, set()).add(unit)
 
-    def _reduce(self, chunk: int) -> None:
+    def _reduce(self, chunk: int, *, is_complete: bool = True) -> None:
         del self.visited[chunk]
         self._spent.pop(chunk, None)
-        self._reducer.reduce(chunk)
+        self._reducer.reduce(chunk, is_complete=is_complete)

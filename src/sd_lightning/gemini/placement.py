@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.config import GeminiConfig, Master
 from sd_lightning.gemini.layout import ChunkLayout
 
 
@@ -44,8 +44,15 @@ class Kind(StrEnum):
     """Trained weights while others are swapped in."""
     STAGED = "staged"
     """Weights in the compute type during a copy from the host's master weights to the accelerator."""
+    SCRATCH = "scratch"
+    """Float32 values of the block that is stepped, where weights, gradients or states have another form."""
     KEPT = "kept"
     """Free page-locked host memory, kept for reuse."""
+
+
+STEP_BLOCK = {Tier.SLOW: 2**19, Tier.FAST: 2**24}
+"""Elements that are stepped at a time where scratch is needed: few enough for the host's caches, and enough to be worth
+an accelerator's kernels; multiples of 256."""
 
 
 class Ledger:
@@ -87,7 +94,7 @@ class Ledger:
 
 @dataclass(eq=False)
 class TierBuffer:
-    """A flat tensor on a tier, counted in the ledger until it is freed."""
+    """A flat tensor on a tier, counted in the ledger until it is freed: in whole pages if it is page-locked."""
 
     tensor: Tensor
     tier: Tier
@@ -130,7 +137,22 @@ class ChunkPlacement:
 
     def aliases_master(self, layout: ChunkLayout) -> bool:
         """Return whether the shard of the compute weights also serves as the master weights."""
-        return layout.dtype == layout.master_dtype and self.param_tier is self.optim_tier
+        return layout.dtype == layout.kept_dtype and self.param_tier is self.optim_tier
+
+    def splits_master(self, layout: ChunkLayout) -> bool:
+        """Return whether the shard of the compute weights holds the upper halves of the master weights."""
+        is_on_host = self.param_tier is Tier.SLOW and self.step_tier is Tier.SLOW
+        return layout.master is Master.SPLIT and is_on_host
+
+    def steps_copies(self, layout: ChunkLayout) -> bool:
+        """Return whether the master weights of a trained chunk are stepped in float32 copies of them."""
+        return self.splits_master(layout) or layout.kept_dtype != layout.master_dtype
+
+    def master_itemsize(self, layout: ChunkLayout) -> int:
+        """Return the bytes per element of a trained chunk that its master weights take beside the compute weights."""
+        if self.aliases_master(layout):
+            return 0
+        return 2 if self.splits_master(layout) else layout.kept_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -213,12 +235,16 @@ def held_bytes(
 ) -> Iterator[tuple[Tier, str, int]]:
     """Yield (tier, content, bytes) of one rank's part of a chunk, with its reduced gradients."""
     shard = layout.numel // world_size
-    master = shard * layout.master_dtype.itemsize
     yield place.param_tier, "weights", (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
     if layout.is_trained:
-        yield place.optim_tier, "master weights", 0 if place.aliases_master(layout) else master
+        yield place.optim_tier, "master weights", shard * place.master_itemsize(layout)
         yield place.optim_tier, "optimizer states", state_bytes
-        yield place.step_tier, "gradients", master
+        yield place.step_tier, "gradients", shard * layout.master_dtype.itemsize
+
+
+def slow_gradient_dtype(layout: ChunkLayout, config: GeminiConfig) -> torch.dtype:
+    """Return the type in which a chunk's reduced gradients are kept on the slow tier."""
+    return config.gradient_dtype if layout.dtype == torch.bfloat16 else layout.master_dtype
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
@@ -226,8 +252,8 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
 
     Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: ``c`` or ``c / w`` for weights,
     ``4 / w`` for float32 weights unless they are the compute weights, ``4 / w`` for the reduced gradient, and optimizer
-    states. Once: the largest temporarily gathered unit, and the whole gradients being reduced, in the type in which
-    they are sent.
+    states. Once: the largest temporarily gathered unit, the whole gradients being reduced, in the type in which they
+    are sent, and the scratch of a step.
     """
     chunks = zip(layouts, placements, demand.state_bytes, strict=True)
     held = (part for chunk in chunks for part in held_bytes(*chunk, demand.world_size))
@@ -236,6 +262,9 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
         total += whole_gradient_bytes(layouts)
     whole, sent = separate_gradients(layouts, placements, demand.world_size, demand.sent_dtype)
     total += sum(sorted(whole)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
+    shards = (layout.numel // demand.world_size for layout in layouts if layout.is_trained)
+    if any(place.step_tier is Tier.FAST and place.steps_copies(layout) for layout, place in zip(layouts, placements)):
+        total += 4 * min(STEP_BLOCK[Tier.FAST], max(shards, default=0))
     return total + smallest_budget(layouts, placements, demand)
 
 
@@ -243,6 +272,10 @@ _WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
 SENT_GRADIENTS = 4
 """Chunks in reduction at a time."""
+
+
+EARLY_GRADIENTS = {Tier.FAST: 1, Tier.SLOW: SENT_GRADIENTS + 2}
+"""Chunks whose reduced gradients are kept at a time with ``step_in_backward``: on the host also those that arrive."""
 
 
 def separate_gradients(

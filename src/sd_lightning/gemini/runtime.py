@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,13 +16,21 @@ from torch.utils._pytree import tree_leaves
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.auto import AutoPlacement
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
-from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer, Tracer
+from sd_lightning.gemini.gathering import Accumulation, Gatherer, Reducer
 from sd_lightning.gemini.guarded import OUTSIDE
 from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.passes import Call, Calls, GraphTask, Pass, Route, order_of
+from sd_lightning.gemini.tracer import Tracer
 
 Observer = Callable[[str, str], None]
 """(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""
+
+log = logging.getLogger(__name__)
+
+TORN = (
+    "Gemini has stepped weights in a backward pass that failed, or that no optimizer step followed (step_in_backward), "
+    "so that they may be of two different steps; resume from the last checkpoint"
+)
 
 Before = Callable[[nn.Module, Any], None]
 """(module, positional arguments)."""
@@ -96,9 +105,32 @@ class Runtime:
         """Functions that remove hooks."""
         self._attach(is_alone=chunked.collectives.is_alone)
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether a backward pass that failed or was dropped has stepped some of the weights."""
+        return bool(self.reducer.stepped) and (self._pass.has_failed or not self.reducer.complete)
+
+    def check_is_consistent(self, *, before_step: bool = False) -> None:
+        """Raise if a backward pass has stepped, and failed, or the optimizer has not stepped after it.
+
+        Args:
+            before_step: The optimizer steps now.
+
+        Raises:
+            UsageError: It has.
+        """
+        if self.is_torn:
+            raise UsageError(TORN)
+        if self.reducer.stepped and not before_step:
+            raise UsageError(
+                "Gemini was asked for its state after a backward pass that has stepped the weights (step_in_backward), "
+                "and before the optimizer's step; save after it, for example in on_train_batch_end"
+            )
+
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
         self.access.close()
+        self.check_is_consistent(before_step=True)
         if self.chunked.is_swapped:
             raise RuntimeError("an optimizer stepped between swap_in and swap_out")
         if self._pass.tasks:  # a failed one counts until it is aborted
@@ -132,6 +164,8 @@ class Runtime:
         if torch._C._current_graph_task_id() in self._pass.tasks:
             raise RuntimeError("Gemini: gradients were to be dropped inside the backward pass that computes them")
         self._reset()
+        if self.reducer.stepped and self.reducer.complete:
+            log.warning(TORN)
         self.reducer.drop()
         self.tracer.forget()
         if self._auto is not None:
@@ -274,6 +308,8 @@ class Runtime:
         if self._pass.has_failed:
             self.abort()
         if not self._pass.tasks:
+            if self.is_torn:
+                raise UsageError(TORN)
             self.access.close()
             self.reducer.version += 1
         # Otherwise a node of an earlier task started this one: a checkpoint with use_reentrant=True, or a user function
@@ -307,6 +343,7 @@ class Runtime:
                 "pass: it is used outside of that block's forward, where it is not gathered; use it inside, or keep "
                 "the weights whole on the accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
+        self.reducer.check_incomplete(chunk)
         self.reducer.finish(chunk)  # gradients being sent must not be overwritten
         self.reducer.late.add(chunk.index)
 

@@ -1,200 +1,20 @@
-"""The step of one optimizer on this rank: its ranges of chunks, and their update by Adam, AdamW and SGD."""
+"""The step of one optimizer on this rank: its ranges of chunks."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk, ChunkedNetworks
-from sd_lightning.gemini.layout import Shard, Slot
+from sd_lightning.gemini.elementwise import Progress, Ranges, StepRange, Update, next_step, slices
 from sd_lightning.gemini.memory import Arrival
-from sd_lightning.gemini.placement import Kind, Tier
+from sd_lightning.gemini.placement import STEP_BLOCK, Kind, Tier, TierBuffer
 from sd_lightning.state.host import host_step
-
-Group = Mapping[str, Any]
-"""A parameter group of the user's optimizer, with its current learning rate."""
-
-
-class Progress(NamedTuple):
-    """State kept once per parameter; parameters with equal progress are stepped together."""
-
-    step: int
-    """Number of steps if the engine counts them; 1 if the scalars hold the number."""
-    scalars: tuple[tuple[str, float], ...] = ()
-    """Scalars that the user's own class keeps per parameter, by name: NAdam's ``mu_product``."""
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Flat ranges on one device that are stepped together."""
-
-    weights: list[Tensor]
-    """Each range is in one parameter, unless the update joins parameters."""
-    gradients: list[Tensor]
-    """Like the weights; may be overwritten."""
-    states: dict[str, list[Tensor]]
-    """By state name, one tensor per range."""
-    progress: Progress | None
-    """Progress of all ranges before this step; None before the first."""
-
-
-class Update(ABC):
-    """An elementwise update; by default, states have one value per weight, in the type of the weights."""
-
-    joins_parameters = True
-    """Whether neighbouring parameters can be updated as one range."""
-    takes_found_inf = False
-    """Whether :meth:`apply` takes its divisor, and whether to skip, from tensors on the device."""
-
-    @property
-    def scalar_names(self) -> tuple[str, ...]:
-        """The names of the scalars per parameter."""
-        return ("step",)
-
-    @abstractmethod
-    def states(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the states that a group keeps, one value per weight.
-
-        Raises:
-            UsageError: The update is not elementwise with these settings.
-        """
-
-    @abstractmethod
-    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
-        """Divide the gradients by ``divisor`` and update ranges in place; return the progress after this step.
-
-        Args:
-            ranges: The ranges.
-            group: Their settings.
-            divisor: A tensor only if the update ``takes_found_inf``.
-            found_inf: Like ``divisor``; where it is 1, weights and states stay as they are.
-        """
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        """Return the scalars that the user's optimizer keeps per parameter, in its own types."""
-        return {"step": progress.step}
-
-    def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
-        """Return a parameter's progress from the result of :meth:`scalars`; None if a scalar is missing."""
-        return Progress(int(scalars.get("step", 1)))
-
-    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
-        """Return the number and type of the elements of one state of a shard."""
-        return shard.numel, shard.layout.master_dtype
-
-    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
-        """Return the view of one parameter's part in a state of a shard."""
-        return shard.view_of(slot, flat)
-
-    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
-        """Return a part as float32 values: a live tensor, or a function that dequantises them."""
-        return part
-
-    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
-        """Fill a part from float32 values."""
-        part.copy_(values)
-
-
-class AdamUpdate(Update):
-    """``torch.optim.Adam`` and ``AdamW``, with torch's fused kernels."""
-
-    takes_found_inf = True
-
-    def states(self, group: Group) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        return {"step": torch.tensor(float(progress.step))}
-
-    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
-        step = next_step(ranges.progress)
-        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        device = ranges.weights[0].device
-        count = torch.full((), float(step), device=device)  # torch.tensor would wait for the device
-        kernel(
-            ranges.weights,
-            ranges.gradients,
-            ranges.states["exp_avg"],
-            ranges.states["exp_avg_sq"],
-            ranges.states.get("max_exp_avg_sq", []),
-            [count] * len(ranges.weights),
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            grad_scale=_grad_scale(ranges.gradients, divisor),
-            found_inf=found_inf,
-        )
-        return Progress(step)
-
-
-class SGDUpdate(Update):
-    """``torch.optim.SGD``, with torch's fused kernel."""
-
-    scalar_names = ()
-    takes_found_inf = True
-
-    def states(self, group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        return {}
-
-    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
-        torch._fused_sgd_(
-            ranges.weights,
-            ranges.gradients,
-            ranges.states.get("momentum_buffer", []),
-            weight_decay=float(group["weight_decay"]),
-            momentum=group["momentum"],
-            lr=float(group["lr"]),
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first_step=ranges.progress is None,
-            grad_scale=_grad_scale(ranges.gradients, divisor),
-            found_inf=found_inf,
-        )
-        return Progress(next_step(ranges.progress))
-
-
-def _grad_scale(gradients: list[Tensor], divisor: float | Tensor) -> Tensor | None:
-    """Return ``grad_scale`` for torch's fused kernels; it is float32, so float64 gradients are divided here."""
-    is_known = not isinstance(divisor, Tensor)
-    if is_known and divisor == 1.0:
-        return None
-    if gradients[0].dtype == torch.float64:
-        torch._foreach_div_(gradients, divisor)
-        return None
-    if isinstance(divisor, Tensor):
-        return divisor.float()
-    return torch.full((), divisor, dtype=torch.float32, device=gradients[0].device)
-
-
-def next_step(progress: Progress | None) -> int:
-    """Return the number of the next step, counted from 1."""
-    return 1 if progress is None else progress.step + 1
-
-
-class StepRange(NamedTuple):
-    """Neighbouring parameters that are stepped as one range of this rank's shard."""
-
-    begin: int
-    """First element in the shard."""
-    end: int
-    slot: Slot
-    """The last of the parameters."""
-
 
 StepKey = tuple[int, Progress | None]
 """What ranges that are stepped together have in common: their group, and their progress before the step."""
@@ -225,6 +45,15 @@ class Stepper:
         self._chunked = chunked
         self._kinds: list[tuple[str, ...]] = []
         """Names of the states of each group."""
+        self._after: dict[StepKey, Progress] = {}
+        """Progress after the step under way."""
+        self._scratch: dict[tuple[Tier, int], TierBuffer] = {}
+        """By tier and number of tensors: memory for float32 values of a block during a step."""
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the user's optimizer."""
+        return self._inner.param_groups
 
     @property
     def decides_on_device(self) -> bool:
@@ -259,6 +88,12 @@ class Stepper:
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         self._check_trained(group_of.keys() - chunked.trained.values())
         self._kinds = [self.update.states(group) for group in groups]
+        if chunked.config.master == "bfloat16" and "step" not in self.update.scalar_names:
+            raise UsageError(
+                f"Gemini got master=bfloat16 and {type(self._inner).__name__}, which keeps no number of steps in "
+                "checkpoints, so that a resumed run would round by other random numbers; expected an optimizer that "
+                "does, such as AdamW, or master=split"
+            )
         self.group_of = group_of
         self.chunks = sorted({chunked.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
         for parameter in group_of:
@@ -268,6 +103,7 @@ class Stepper:
                     numel, dtype = self.update.size(chunk.bounds)
                     tier = chunk.placement.optim_tier
                     chunk.states[name] = chunk.memory.allocate(tier, Kind.OPTIMIZER, numel, dtype, zero=True)
+                    chunk.converters[name] = self.update.moved
 
     def check_frozen(self) -> None:
         """Raise if a parameter got trainable that was frozen when the engine was made.
@@ -291,9 +127,9 @@ class Stepper:
         """Return the names of the states kept for a parameter."""
         return self._kinds[self.group_of[parameter]]
 
-    def gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's reduced gradients of all parameters, in maximal ranges."""
-        for chunk in self.chunks:
+    def gradients(self, chunks: Iterable[Chunk] | None = None) -> Iterator[Tensor]:
+        """Yield this rank's reduced gradients of all parameters, or of those in some chunks, in maximal ranges."""
+        for chunk in self.chunks if chunks is None else chunks:
             if (accumulated := chunk.gradients.accumulated) is None:
                 continue
             for begin, end, _ in sorted(
@@ -312,50 +148,85 @@ class Stepper:
             found_inf: Like ``divisor``; the step changes nothing if it is 1.
         """
         before = {} if found_inf is None else {parameter: self.progress.get(parameter) for parameter in touched}
-        after: dict[StepKey, Progress] = {}
-        has_host_chunks = any(device.type == "cpu" for device in step_devices(self._chunked))
-        with host_step() if has_host_chunks else nullcontext():
-            for chunk in sorted({self._chunked.chunk_of[p] for p in touched}, key=_order_of_stepping):
-                if chunk.placement.step_tier is Tier.SLOW:
-                    chunk.wait_on_host()
-                chunk.weights.settle()  # another optimizer may just have stepped it
-                if ranges := self._ranges(chunk, touched):
-                    after |= self._step_chunk(chunk, ranges, divisor, found_inf)
-                chunk.master.refresh(touched.intersection(chunk.slots))
-        for parameter in touched:
-            key = self.group_of[parameter], self.progress.get(parameter)
-            if key in after:  # this rank owns a part
-                self.progress[parameter] = after[key]
+        for chunk in sorted({self._chunked.chunk_of[p] for p in touched}, key=_order_of_stepping):
+            self.step_chunk(chunk, touched, divisor, found_inf)
+        self.finish(touched)
         if found_inf is not None:
             self._latest = *self._chunked.memory.copy_to_host(found_inf), before
 
-    def _step_chunk(
+    def step_chunk(
+        self, chunk: Chunk, touched: set[nn.Parameter], divisor: float | Tensor, found_inf: Tensor | None = None
+    ) -> None:
+        """Step the parameters of one chunk, and refresh its compute weights; :meth:`finish` must follow."""
+        if chunk.placement.step_tier is Tier.SLOW:
+            chunk.wait_on_host()
+        chunk.weights.settle()  # another optimizer may just have stepped it
+        with host_step() if chunk.step_device.type == "cpu" else nullcontext():
+            if ranges := self._ranges(chunk, touched):
+                self._step_ranges(chunk, ranges, divisor, found_inf)
+            chunk.master.refresh(touched.intersection(chunk.slots))
+
+    def finish(self, touched: set[nn.Parameter]) -> None:
+        """Note that these parameters have been stepped."""
+        for parameter in touched:
+            key = self.group_of[parameter], self.progress.get(parameter)
+            if key in self._after:  # this rank owns a part
+                self.progress[parameter] = self._after[key]
+        self._after.clear()
+        while self._scratch:
+            self._chunked.memory.free(self._scratch.popitem()[1])
+
+    def _step_ranges(
         self,
         chunk: Chunk,
         ranges: Mapping[StepKey, list[StepRange]],
         divisor: float | Tensor,
         found_inf: Tensor | None,
-    ) -> dict[StepKey, Progress]:
-        """Step this rank's ranges of a chunk; return the new progress."""
+    ) -> None:
+        """Step this rank's ranges of a chunk, and note the new progress."""
         assert chunk.gradients.accumulated is not None
-        weights, gradients = chunk.master.tensor, chunk.gradients.accumulated.tensor
         if chunk.placement.optim_tier is Tier.DISK:
-            nbytes = sum(state.nbytes for state in chunk.states.values()) + weights.nbytes
+            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.kept_bytes
             for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
                 chunk.memory.ledger.move(source, target, nbytes)
-        after: dict[StepKey, Progress] = {}
+        gradients = chunk.gradients.accumulated.tensor
         for (group, progress), chosen in ranges.items():
-            states = {name: self._parts(chunk, name, chosen) for name in self._kinds[group]}
-            arguments = Ranges(_slices(weights, chosen), _slices(gradients, chosen), states, progress)
-            settings = self._inner.param_groups[group]
-            after[group, progress] = self.update.apply(arguments, settings, divisor, found_inf)
-        return after
+            scratch, numel = self._scratch_of(chunk), STEP_BLOCK[chunk.placement.step_tier]
+            parts = [[block] for each in chosen for block in each.blocks(numel)] if scratch else [chosen]
+            for part in parts:
+                rows = [row[: part[0].end - part[0].begin] for row in scratch]
+                weights = rows.pop() if chunk.master.needs_scratch else None
+                own = slices(gradients, part)
+                if own[0].dtype != chunk.layout.master_dtype:
+                    own = [rows.pop().copy_(own[0])]
+                states: dict[str, list[Tensor]] = {}
+                for name in self._kinds[group]:
+                    states |= self.update.ranges(chunk.bounds, name, chunk.states[name].tensor, part)
+                with ExitStack() as open_ranges:
+                    opened = [
+                        open_ranges.enter_context(chunk.master.stepping(begin, end, next_step(progress), weights))
+                        for begin, end, _ in part
+                    ]
+                    settings = self._inner.param_groups[group]
+                    seed, bounds = self._chunked.config.rounding_seed, chunk.bounds
+                    draws = [
+                        (seed, slot.name, bounds.owned(slot)[0] - bounds.range_of(slot)[0] + begin)
+                        for begin, _, slot in part
+                    ]
+                    arguments = Ranges(opened, own, states, progress, rows, draws)
+                    self._after[group, progress] = self.update.apply(arguments, settings, divisor, found_inf)
 
-    def _parts(self, chunk: Chunk, name: str, ranges: list[StepRange]) -> list[Tensor]:
-        flat = chunk.states[name].tensor
-        if self.update.joins_parameters:
-            return _slices(flat, ranges)
-        return [self.update.part(chunk.bounds, each.slot, flat) for each in ranges]
+    def _scratch_of(self, chunk: Chunk) -> list[Tensor]:
+        """Return memory for float32 values of a block: of weights, gradients and states, as far as they need it."""
+        accumulated, tier = chunk.gradients.accumulated, chunk.placement.step_tier
+        is_narrow = accumulated is not None and accumulated.tensor.dtype != chunk.layout.master_dtype
+        count = chunk.master.needs_scratch + is_narrow + self.update.num_scratch(chunk.step_device)
+        if not count:
+            return []
+        numel = min(STEP_BLOCK[tier], max(each.bounds.numel for each in self.chunks))
+        if (tier, count) not in self._scratch:
+            self._scratch[tier, count] = chunk.memory.allocate(tier, Kind.SCRATCH, count * numel, torch.float32)
+        return list(self._scratch[tier, count].tensor.split(numel))
 
     def _ranges(self, chunk: Chunk, chosen: Collection[nn.Parameter]) -> dict[StepKey, list[StepRange]]:
         """Join this rank's parts of parameters in a chunk into the longest ranges of one group and progress."""
@@ -390,7 +261,3 @@ def step_devices(chunked: ChunkedNetworks) -> tuple[torch.device, ...]:
     if chunked.config.placement == "auto":
         tiers = {Tier.FAST, Tier.SLOW}
     return tuple(dict.fromkeys(chunked.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
-
-
-def _slices(flat: Tensor, ranges: list[StepRange]) -> list[Tensor]:
-    return [flat[begin:end] for begin, end, _ in ranges]

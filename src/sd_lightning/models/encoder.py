@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 from sd_lightning.models.families.conditioning import (
     Batch,
@@ -97,6 +98,8 @@ class LatentEncoder:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device("cpu")
         self.offload = offload
+        self.is_idle = False
+        """Whether nothing will be encoded or drawn: :meth:`to` then frees the frozen networks' weights, for good."""
         self._captions: OrderedDict[bytes, Conditioning] = OrderedDict()
         """By token ids, as the family made them, in host memory; least recently used first."""
         self._cached_bytes = 0
@@ -136,11 +139,21 @@ class LatentEncoder:
         home = torch.device("cpu") if self.offload else device
         vae = self._model.vae
         for network in self.networks:
+            if self.is_idle:  # buffers stay: latents may be normalised by the VAE's
+                network._apply(lambda tensor: tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor)
             dtype = self._model.family.vae_dtype(vae, self.dtype) if network is vae else self.dtype
             cast_(network, dtype, home)
-            if self.offload and self._has_streams:
+            if self.offload and self._has_streams and not self.is_idle:
                 _pin_(network, device)
         return self
+
+    def check_is_kept(self) -> None:
+        """Raise a ``UsageError`` if nothing was to be encoded or drawn."""
+        if self.is_idle:
+            raise UsageError(
+                "the frozen encoders were left out, since latents and text embeddings come from a store and no samples "
+                "are drawn; load the model again, or keep callbacks.samples"
+            )
 
     def portable(self) -> LatentEncoder:
         """Return an encoder of the frozen networks alone, in host memory, that can be sent to another process."""
@@ -156,6 +169,7 @@ class LatentEncoder:
     @contextmanager
     def _at_work(self, networks: Sequence[nn.Module]) -> Iterator[None]:
         """Compute in the encoders' dtype; copies of offloaded networks are on the device while the context lasts."""
+        self.check_is_kept()
         is_away = self.offload and self.device != torch.device("cpu")
         originals = [(tensor, tensor.data) for network in networks if is_away for tensor in _tensors(network)]
         try:

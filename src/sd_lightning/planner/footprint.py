@@ -188,7 +188,7 @@ class Traffic:
     stepped: int = 0
     """Elements that the optimizer updates on the device."""
     stepped_on_host: int = 0
-    """Elements that it updates in host memory."""
+    """Elements that it updates in host memory; of a slower update, those that AdamW would update in its time."""
 
 
 @dataclass(frozen=True, eq=False)

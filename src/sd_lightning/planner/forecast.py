@@ -217,7 +217,7 @@ class Forecaster:
             self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
             Phase("the optimizer's step", always + _held(footprint.device, When.AS_READY, When.UPDATE)),
         ]
-        waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
+        waiting = Counter({"encoders": self._kept_encoders * run.offload_encoders})
         if run.encodes:
             encoding = Counter(activations=self._encoding(batch_size or run.batch_size))
             phases.append(Phase("encoding", always + waiting + encoding))
@@ -242,7 +242,7 @@ class Forecaster:
             always["EMA"] += 0 if apart else _FLOAT_BYTES * averaged
             always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
         if not run.offload_encoders:
-            always["encoders"] += self._encoder_bytes if run.encodes else self._beside_trained
+            always["encoders"] += self._kept_encoders
         always["frozen networks"] += self._frozen_bytes
         return always
 
@@ -259,14 +259,14 @@ class Forecaster:
 
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run = self.run
-        offloaded = _held(footprint.host, When.ALWAYS, When.AS_READY)
-        kept = offloaded + Counter({kind: pinned_bytes(nbytes) for kind, nbytes in waiting.items()})
+        at_home = Counter({kind: pinned_bytes(nbytes) for kind, nbytes in waiting.items()})
+        kept = at_home + _held(footprint.host, When.ALWAYS, When.AS_READY)
         apart = pinned_bytes(_FLOAT_BYTES * footprint.averaged) * run.offload_averages
         averages = _FLOAT_BYTES * footprint.averaged_on_host + apart
         training = Counter({"EMA": averages * run.averages, "buffers": _SLICE_BYTES})
         if run.sample_batch_size:
             training += _held(footprint.host, *self._swapped)
-        if run.cache_latents:
+        if run.cache_latents and run.encodes:
             model, size = self.model, run.resolution
             encoded = math.prod(model.latent_space.encoded_shape(size, size))
             training["cached latents"] = run.num_images * encoded * _FLOAT_BYTES
@@ -274,18 +274,19 @@ class Forecaster:
             captions = run.num_images * caption_numel(self.model) * run.encoder_dtype.itemsize
             training["cached captions"] = min(captions, CACHED_CAPTIONS_BYTES)
         allowance = Counter(allowance=HOST_ALLOWANCE)
-        # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
-        whole = _FLOAT_BYTES * sum(self._numel.values())
-        frozen = sum(self._read_width(name) * self._numel[name] for name in self._frozen)
+        # Encoders are read, cast and moved; then the trained networks are read, if from files a weight at a time; then
+        # the optimizer makes its states.
+        frozen = Counter(encoders=self._encoders_being_read(is_locked=at_home.total() > 0))
         largest = _FLOAT_BYTES * max(weight.numel for weight in self.workload.weights)
         adapters = _FLOAT_BYTES * sum(w.numel for w in self.workload.trained) if run.lora is not None else 0
-        loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + offloaded
+        reading = at_home + _held(footprint.host, When.ALWAYS) + Counter({"weights being read": largest + adapters})
+        del reading["optimizer states"]
         if run.lora is not None and run.lora.base is not None:
-            loading["quantised base"] = self._frozen_bytes
-        phases = [Phase("training", kept + training + allowance), Phase("loading", loading + allowance)]
+            reading["quantised base"] = self._frozen_bytes
+        parts = {"training": kept + training, "loading encoders": frozen, "loading": reading}
         if not run.from_files:
-            phases.append(Phase("loading", Counter({"the whole model": whole}) + allowance))
-        return tuple(phases)
+            parts["loading"] = Counter({"the whole model": _FLOAT_BYTES * sum(self._numel.values())})
+        return tuple(Phase(name, each + allowance) for name, each in parts.items())
 
     @cached_property
     def _frozen(self) -> list[str]:
@@ -303,9 +304,25 @@ class Forecaster:
         family = self._given.family if isinstance(self._given, LatentDiffusion) else None
         return _FLOAT_BYTES // (2 if family is not None and name in family.frozen else 1)
 
+    def _encoders_being_read(self, *, is_locked: bool) -> int:
+        """Return the most bytes on the host until encoders are cast, and copied one by one to page-locked memory."""
+        held = {name: self._read_width(name) * self._numel[name] for name in self._frozen}
+        most = sum(held.values())
+        for name in held if is_locked else ():
+            cast = self._bytes_of([name])
+            held[name] = cast + pinned_bytes(cast)
+            most = max(most, sum(held.values()))
+            held[name] -= cast
+        return most
+
     @cached_property
     def _encoder_bytes(self) -> int:
         return self._bytes_of(self._frozen)
+
+    @property
+    def _kept_encoders(self) -> int:
+        """Bytes of the encoders after loading; with a store for all that they would encode, they are left out."""
+        return self._encoder_bytes if self.run.encodes or self.run.train_text_encoder else 0
 
     @cached_property
     def _beside_trained(self) -> int:

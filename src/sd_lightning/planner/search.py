@@ -238,10 +238,13 @@ class Search:
         """Yield plans of a candidate with the batch sizes that are worth a try; with the smallest if none fits."""
         forecaster = self._forecaster(recompute)
         once = candidate.footprint(forecaster.workload)
-        several = candidate.footprint(replace(forecaster.workload, accumulates=True))
+        sizes = self._sizes
+        try:
+            several = candidate.footprint(replace(forecaster.workload, accumulates=True))
+        except UsageError:  # all samples of a step are in one pass
+            several, sizes = once, sizes if self._per_gpu is None else [self._per_gpu]
         if once is None or several is None:
             return
-        sizes = self._sizes
 
         def of(size: int, *, least: bool) -> TrainingPlan:
             footprint = once if self._per_gpu in (None, size) else several

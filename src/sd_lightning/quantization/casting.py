@@ -16,6 +16,7 @@ def cast_(network: nn.Module, dtype: torch.dtype, device: torch.device | None = 
     """Cast a network, and move it if there is a device, a tensor at a time.
 
     Computed buffers, such as rotary frequencies, keep their dtype; what overflows in float16 is in float32 instead.
+    Tensors on meta stay there.
     """
     computed = {
         id(module._buffers[name]) for module in network.modules() for name in module._non_persistent_buffers_set
@@ -24,7 +25,8 @@ def cast_(network: nn.Module, dtype: torch.dtype, device: torch.device | None = 
 
     def cast(tensor: Tensor) -> Tensor:
         is_cast = tensor.is_floating_point() and id(tensor) not in computed
-        return tensor.to(device, (torch.float32 if id(tensor) in wide else dtype) if is_cast else tensor.dtype)
+        place = None if tensor.is_meta else device
+        return tensor.to(place, (torch.float32 if id(tensor) in wide else dtype) if is_cast else tensor.dtype)
 
     with torch.no_grad():
         network._apply(cast)

@@ -160,7 +160,7 @@ def _divided(averages: Sequence[Tensor], weights: Sequence[LazyTensor]) -> list[
     kinds: dict[tuple[torch.device, bool, bool], list[tuple[Tensor, LazyTensor]]] = defaultdict(list)
     groups: list[_Group] = []
     for average, weight in zip(averages, weights, strict=True):
-        if not isinstance(weight, Tensor):  # swapped to disk: one at a time in memory
+        if not isinstance(weight, Tensor):  # on the disk, or split in halves: one copy at a time in memory
             groups.append(_Group([average], [weight], average.device, False, average.device != _HOST))
             continue
         is_apart = average.device == _HOST != weight.device

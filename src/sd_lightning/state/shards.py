@@ -95,7 +95,9 @@ class ParameterShard:
             if self._is_other(tensor):
                 ranges.append(TensorRange(name, tuple(tensor.shape), 0, tensor.numel(), tensor))
             else:
-                dtype = next((t.dtype for t in (tensor, self.master) if isinstance(t, Tensor)), torch.float32)
+                # States are dequantised to float32, also those of bfloat16 weights.
+                wide = self.master.dtype if isinstance(self.master, Tensor) else torch.float32
+                dtype = tensor.dtype if isinstance(tensor, Tensor) else torch.promote_types(wide, torch.float32)
                 ranges.append(TensorRange(name, self.shape, self.begin, self.end, tensor, dtype))
         return ranges
 

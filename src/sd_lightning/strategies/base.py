@@ -38,6 +38,9 @@ class RunSettings:
     num_nodes: int = 1
     channels_last: bool = False
     """Whether convolution weights are to be in the NHWC layout."""
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
 
 
 class EngineStrategy:
@@ -58,6 +61,8 @@ class EngineStrategy:
     """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
     counts_bytes: bool = False
     """Whether the engine keeps an account of its bytes: :meth:`bytes_by_tier` and :meth:`observe_units`."""
+    steps_in_backward: bool = False
+    """Whether the backward pass changes the weights."""
     swaps_averages: bool = False
     """Whether a callback, which sets this, swaps averages in and out where validations of a fit start and end."""
 

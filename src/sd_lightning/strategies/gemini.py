@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -20,16 +19,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini import GeminiConfig, GeminiEngine, GeminiOptimizer
-from sd_lightning.gemini.layout import Reader
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini.layout import Reader, check_master
 from sd_lightning.models.families.blocks import execution_position
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import BytesByTier, UnitObserver
+from sd_lightning.strategies.base import BytesByTier, RunSettings, UnitObserver
+from sd_lightning.strategies.gemini_checks import refuse_late_gradients
 from sd_lightning.strategies.gemini_footprint import footprint_of
+from sd_lightning.strategies.gemini_precision import COMPUTE_DTYPES, GeminiPrecision, engine_optimizer
 from sd_lightning.strategies.networks import (
-    EnginePrecision,
     blocks_of,
     keeps_batches,
     place_rest,
@@ -76,6 +76,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().__init__(timeout=timeout)
 
     @property
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
+        return bool(self.config.step_in_backward)
+
+    @property
     def engine(self) -> GeminiEngine:
         """The engine of the current or the last run."""
         assert self._engine is not None
@@ -86,9 +90,19 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().check(trainer, module)
         refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
+        refuse_late_gradients(self.config, trainer)
+
+    @override
+    def check_settings(self, settings: RunSettings) -> None:
+        super().check_settings(settings)
+        compute_dtype = self.config.compute_dtype or COMPUTE_DTYPES.get(settings.precision, torch.float32)
+        check_master(replace(self.config, compute_dtype=compute_dtype), {compute_dtype})
+        refuse_late_gradients(self.config, settings)
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
+        if workload.accumulates:
+            refuse_late_gradients(self.config, RunSettings(workload.precision, 1, accumulate_grad_batches=2))
         networks = list(dict.fromkeys(weight.name.partition(".")[0] for weight in workload.weights))
         return footprint_of(self.config, workload, partial(_position, networks))
 
@@ -104,6 +118,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_late_gradients(self.config, trainer)
         rest_dtype = torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
         if not self.attach(trainer):
@@ -148,7 +164,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         networks = trained_networks(self._module).values()
         is_double = any(p.dtype == torch.float64 for network in networks for p in network.parameters())
         # float64 is narrowed only if compute_dtype says so: Lightning does not convert such networks.
-        implied = None if is_double else _COMPUTE_DTYPES[self.precision_plugin.precision]
+        implied = None if is_double else COMPUTE_DTYPES[self.precision_plugin.precision]
         return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
 
     @override
@@ -179,6 +195,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         self.engine.drop_optimizers()
         self.optimizers = [self.engine.optimizer(optimizer) for optimizer in self.optimizers]
+        for wrapper in self.optimizers if self.config.step_in_backward == "running_norm" else ():
+            engine_optimizer(wrapper).early.max_norm = float(trainer.gradient_clip_val or 0.0)
 
     @contextmanager
     @override
@@ -267,89 +285,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             load_torch_optimizer_states(self.training_state(), checkpoint["optimizer_states"])
 
 
-_COMPUTE_DTYPES = {
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
-
-
-class GeminiPrecision(EnginePrecision):
-    """Precision plugin that gathers weights in the compute dtype; master weights and states are always float32.
-
-    ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32. ``bf16-true``
-    computes in bfloat16 throughout. As in Lightning, it converts batches and creates new tensors in bfloat16, unless
-    the module has ``keeps_batches``. With float16, the engine scales the loss.
-
-    Args:
-        precision: Lightning's name of the precision.
-        engine: Returns the engine, once it exists.
-
-    Raises:
-        UsageError: The engine does not support the precision.
-    """
-
-    def __init__(self, precision: str, engine: Callable[[], GeminiEngine]) -> None:
-        if precision not in _COMPUTE_DTYPES:
-            raise UsageError(
-                f"GeminiStrategy got precision={precision}; expected one of {', '.join(_COMPUTE_DTYPES)}: the "
-                "optimizer's weights are always float32"
-            )
-        self.precision = precision  # type: ignore[assignment]
-        self.compute_dtype = _COMPUTE_DTYPES[precision]
-        self._engine = engine
-        self._half = HalfPrecision("bf16-true")
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return self._half.convert_input(data) if self._is_half else data
-
-    @property
-    def _is_half(self) -> bool:
-        return self.precision == "bf16-true" and not self._keeps_batches
-
-    @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        if self._is_half:
-            return self._half.forward_context()
-        if not self.precision.endswith("-mixed"):
-            return nullcontext()
-        return torch.autocast(self._engine().memory.device.type, dtype=self.compute_dtype)
-
-    @override
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
-
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        engine_optimizer(optimizer).clip_grad_norm_(clip_val)
-
-    @override
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        engine_optimizer(optimizer).clip_grad_value_(clip_val)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        scale = self._engine().loss_scale
-        return {} if scale is None else {"loss_scale": scale.state_dict()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        scale = self._engine().loss_scale
-        if scale is not None and "loss_scale" in state_dict:
-            scale.load_state_dict(state_dict["loss_scale"])
-
-
-def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
-    """Return the engine's optimizer inside of Lightning's wrapper."""
-    wrapper = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    assert isinstance(wrapper, GeminiOptimizer)
-    return wrapper
-
-
 def _frozen_at_first(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Parameter]:
     """Return the networks' frozen parameters that a fit may train later."""
     if trainer.state.fn != TrainerFn.FITTING:
@@ -410,12 +345,17 @@ def gemini(
     prefetch: int = 2,
     memory_cap: float | str | None = None,
     reduce_once: bool | Literal["auto"] = False,
+    master: Literal["float32", "split", "bfloat16"] = "float32",
+    rounding_seed: int = 0,
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32",
+    step_in_backward: bool | Literal["running_norm"] = False,
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
-    settings = dict(locals())
-    settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
+    settings: dict[str, Any] = dict(locals())
+    for name in ("reduce_dtype", "gradient_dtype"):
+        settings[name] = getattr(torch, str(settings[name]), settings[name])
     return GeminiStrategy(**settings)
 
 

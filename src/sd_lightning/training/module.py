@@ -150,8 +150,10 @@ class SDLightningModule(pl.LightningModule):
         return self._losses.schedule
 
     def setup(self, stage: str) -> None:
-        """Read deferred weights, unless the strategy reads them after it has sharded the networks."""
+        """Cast and move the encoders before trained weights take memory; read these, unless the strategy does so."""
         strategy = self.trainer.strategy
+        if stage == "fit":
+            self.encoder.to(strategy.root_device)
         if engine_of(strategy).loads_weights or not self.latent_diffusion.deferred:
             return
         strategy.precision_plugin.convert_module(self)  # sets the dtype that weights are read in; strategies repeat it
@@ -396,6 +398,7 @@ class SDLightningModule(pl.LightningModule):
         self, prompts: Sequence[str], seeds: Sequence[int], options: SamplingOptions, *, negative_prompt: str = ""
     ) -> list[Image.Image]:
         """Generate one image per prompt and seed, in the trainer's precision if a trainer is attached."""
+        self.encoder.check_is_kept()
         plugin = None if self._trainer is None else self.trainer.precision_plugin
         try:
             with contextlib.nullcontext() if plugin is None else plugin.forward_context():

@@ -113,6 +113,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self._rotation = _Rotation()
         self._saved_callbacks: str | None = None
         self._is_later_fit = False
+        self._has_frozen = False
+        """Whether the frozen parts in the run's folder are of this fit."""
 
     @property
     def last_saved(self) -> Path | None:
@@ -130,7 +132,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         return self._record.loss
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Lock the run's folder, and write the frozen weights before an engine shards or rounds them."""
+        """Lock the run's folder, and write what is frozen before an engine shards it, or the module casts it."""
         if not isinstance(trainer.strategy.checkpoint_io, restore.CheckpointFolders):
             trainer.strategy.checkpoint_io = restore.CheckpointFolders(
                 self.run_dir, partial(self._resume_from, trainer), trainer, trainer.strategy.checkpoint_io
@@ -147,6 +149,9 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.is_global_zero and isinstance(pl_module, PipelineModule):
             self._record.frozen |= pipeline.fingerprints(pl_module)
             pipeline.write_frozen_weights(self.run_dir, pl_module)
+            self._has_frozen = not checkpoint.all_checkpoints(self.run_dir)  # else they may be another run's
+            if self._has_frozen:
+                pipeline.write_frozen_parts(self.run_dir, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore.check_schedulers(trainer)
@@ -265,7 +270,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if not goes_on and start is not None:  # a Lightning file does not name its run
             goes_on = runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
         writer.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
-        has_frozen = self.restored is not None and runs.holds(self.run_dir, self.restored)
+        has_frozen = self._has_frozen or (self.restored is not None and runs.holds(self.run_dir, self.restored))
         writer.prepare_folder(trainer, pl_module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
 
     def check_resume(self, pl_module: pl.LightningModule, datamodule: ResumableData) -> None:

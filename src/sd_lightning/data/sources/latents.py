@@ -125,6 +125,10 @@ class StoredLatentsSource(StoreReader, Source):
     def text_embeddings(self, index: Sequence[int], which: Sequence[int | None]) -> dict[str, Any] | None:
         return None if self._texts is None else self._texts.batch(np.asarray(index, np.int64), which)
 
+    @property
+    def needs_encoders(self) -> bool:
+        return self._texts is None
+
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         return self.name(index), self.image_hash(index), "\n".join(self.captions(index))
 

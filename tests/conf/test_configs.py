@@ -207,6 +207,8 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         return [f"data.train_data_dir={tmp_path}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]
+    if option == "optimizer/prodigy":
+        return ["optimizer.lr=1"]  # model=tiny has a learning rate for AdamW
     return []
 
 

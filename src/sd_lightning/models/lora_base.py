@@ -36,18 +36,11 @@ def compare_bases(
         unread: Its weights, if they are still in files.
     """
     for file, recorded in bases.items():
-        counts = {
-            key: min(len(recorded[f"{name}.{key}"]), parameter.numel())
-            for key, parameter in network.named_parameters()
-            if f"{name}.{key}" in recorded
-        }
-        theirs = torch.tensor([value for key, n in counts.items() for value in recorded[f"{name}.{key}"][:n]])
-        ours = torch.empty_like(theirs)
-        for (key, n), out in zip(counts.items(), ours.split(list(counts.values())), strict=True):
-            if unread is not None:
-                unread.read(key, out, 0, n)
-            else:
-                out.copy_(network.get_parameter(key).detach().reshape(-1)[:n])
+        ours, theirs = torch.empty(0), torch.empty(0)
+        for key, weight in network.named_parameters():
+            if told := recorded.get(f"{name}.{key}", [])[: weight.numel()]:
+                values = weight.detach().reshape(-1)[: len(told)] if unread is None else unread.first(key, len(told))
+                ours, theirs = torch.cat([ours, values]), torch.cat([theirs, torch.tensor(told)])
         difference = torch.dist(ours, theirs) / theirs.norm()
         if difference > _SAME_BASE and is_first_process() and is_new("base", file, folder):
             log.warning(

@@ -108,6 +108,12 @@ class DeferredWeights:
             target.copy_(block)
             begin += block.numel()
 
+    def first(self, name: str, count: int) -> Tensor:
+        """Return the first values of a weight, by its name in the network: (count,), float32."""
+        values = torch.empty(count)
+        self.read(name, values, 0, count)
+        return values
+
     def fill_(
         self, network: nn.Module, device: torch.device, local: Local = whole, *, skip: Collection[str] = ()
     ) -> None:

@@ -76,9 +76,7 @@ def _files_of(model: LatentDiffusion) -> DeferredWeights | None:
     with closing(files):
         for name, weight in model.denoiser.named_parameters():
             values = weight.detach().reshape(-1)[:_COMPARED].cpu()
-            stored = torch.empty_like(values)
-            files.read(name, stored, 0, len(stored))
-            if not torch.equal(stored, values):
+            if not torch.equal(files.first(name, len(values)).to(values.dtype), values):
                 return None
     return files
 

@@ -149,8 +149,7 @@ def _base_digest(layers: Mapping[str, Int8Layer], originals: DeferredWeights | N
         if originals is None:
             values = torch.cat([_first_values(key, each, None).float() for each in (layer.weight, layer.weight_scale)])
         else:
-            values = torch.empty(min(_SAMPLE, math.prod(original_shape(layer))))
-            originals.read(f"{key}.weight", values, 0, len(values))
+            values = originals.first(f"{key}.weight", min(_SAMPLE, math.prod(original_shape(layer))))
         digest.update(bytes_of(values))
     if originals is not None:
         originals.close()
@@ -160,9 +159,7 @@ def _base_digest(layers: Mapping[str, Int8Layer], originals: DeferredWeights | N
 def _first_values(key: str, weight: Tensor, deferred: DeferredWeights | None) -> Tensor:
     count = min(_SAMPLE, weight.numel())
     if weight.is_meta and deferred is not None:
-        values = torch.empty(count)
-        deferred.read(key, values, 0, count)
-        return values
+        return deferred.first(key, count)
     rows = weight[: -(-count * weight.shape[0] // weight.numel())] if weight.dim() else weight
     return rows.contiguous().reshape(-1)[:count].cpu()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
@@ -30,6 +31,7 @@ from sd_lightning.quantization.tensor_parallel import (
     check_division,
     check_is_whole,
 )
+from sd_lightning.state.ranks import failing_together
 
 if TYPE_CHECKING:
     from sd_lightning.storage.deferred_weights import DeferredWeights
@@ -369,23 +371,20 @@ def _check_finite(
 ) -> None:
     """Raise if a weight is not finite; deferred weights are read a second time later.
 
-    Each of several processes checks some rows, and all raise the same error.
+    Each of several processes checks some rows, and all raise.
     """
-    error, has_values = None, False
-    try:
-        for name, key, layer in ((name, *each) for name, layers in chosen.items() for each in layers.items()):
-            weight: Tensor = layer.weight  # type: ignore[assignment]
-            if weight.numel() and (name in deferred or not weight.is_meta):
-                has_values = True
-                rows = row_reader(weight, deferred.get(name), f"{key}.weight")
-                own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
-                check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, f"{key}.weight"))
-    except UsageError as found:
-        error = found
-    if parallel is not None and parallel.size > 1 and has_values:
-        parallel.agree(error)
-    if error is not None:
-        raise error
+    weights: list[tuple[str, str, Tensor]] = [
+        (name, f"{key}.weight", weight)
+        for name, layers in chosen.items()
+        for key, layer in layers.items()
+        if isinstance(weight := layer.weight, Tensor) and weight.numel() and (name in deferred or not weight.is_meta)
+    ]
+    is_collective = parallel is not None and parallel.size > 1 and weights
+    with failing_together() if is_collective else nullcontext():
+        for name, key, weight in weights:
+            own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
+            rows = row_reader(weight, deferred.get(name), key)
+            check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, key))
 
 
 def _quantize_network(

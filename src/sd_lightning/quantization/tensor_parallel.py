@@ -100,13 +100,6 @@ class TensorParallel:
             dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=-1) if self.size > 1 else part
 
-    def agree(self, error: UsageError | None) -> None:
-        """Raise the first process's error in every process; a collective call."""
-        found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, None if error is None else str(error))
-        if any(found):
-            raise UsageError(next(filter(None, found))) from error
-
 
 class DividedModel(Protocol):
     """Networks with plans: a ``LatentDiffusion``."""

@@ -25,8 +25,8 @@ from sd_lightning.quantization.layers import (
     to_int8,
 )
 from sd_lightning.quantization.tensor_parallel import (
+    DividedModel,
     Division,
-    Plan,
     TensorParallel,
     check_division,
     check_is_whole,
@@ -145,18 +145,14 @@ def matches(patterns: Sequence[str], name: str) -> bool:
     return any(f".{pattern}." in f".{name}." for pattern in patterns)
 
 
-class QuantizableModel(Protocol):
+class QuantizableModel(DividedModel, Protocol):
     """Networks that are quantised together: a ``LatentDiffusion``."""
 
-    networks: dict[str, nn.Module]
     deferred: dict[str, DeferredWeights]
     """Weights of networks on the meta device that are still in files; an entry is removed when it is read."""
 
     def draws_in_float32(self, name: str) -> bool:
         """Return whether a network overflows in float16, so that it stays in float32."""
-
-    def tensor_parallel_plan(self, name: str) -> Plan:
-        """Return what of a network several processes divide."""
 
 
 Model = TypeVar("Model", bound="QuantizableModel | nn.Module")
@@ -219,14 +215,10 @@ def quantize_(
         for name, own in configs.items()
         if int8_config(networks[name]) is None
     }
-    if tensor_parallel is not None:
-        _check_divisible(model, tensor_parallel)
+    divisions = {} if tensor_parallel is None else _divisions(model, tensor_parallel)
     _check_finite(chosen, deferred, tensor_parallel)  # before a layer is changed
     for name, network in networks.items():
-        division = Division()
-        if tensor_parallel is not None and not isinstance(model, nn.Module):
-            division = Division.of(network, model.tensor_parallel_plan(name), tensor_parallel)
-        own = configs.get(name, Int8())
+        own, division = configs.get(name, Int8()), divisions.get(name, Division())
         if name in deferred:  # first, so that weights are converted while they are read
             cast_rest(network, own, upcast=name in upcast)
         _quantize_network(network, chosen.get(name, {}), own, deferred.pop(name, None), name, division.parts)
@@ -345,7 +337,12 @@ def _check_stored(network: nn.Module, config: Int8) -> None:
         )
 
 
-def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> None:
+def _divisions(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> dict[str, Division]:
+    """Return what this process holds of each network.
+
+    Raises:
+        UsageError: The model cannot be divided.
+    """
     if isinstance(model, nn.Module):
         raise UsageError(
             f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family "
@@ -362,6 +359,8 @@ def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParall
     check_division(model, parallel.size)
     if model.deferred or not all(each.is_meta for n in model.networks.values() for each in n.parameters()):
         parallel.check_joined()
+    plans = {name: model.tensor_parallel_plan(name) for name in model.networks}
+    return {name: Division.of(network, plans[name], parallel) for name, network in model.networks.items()}
 
 
 def _check_finite(

@@ -181,12 +181,12 @@ class Division:
             for heads in self.heads:
                 if hasattr(module, heads):
                     setattr(module, heads, getattr(module, heads) // self.parallel.size)
-        network.tensor_parallel = self.parallel  # type: ignore[assignment]
+        network.division = self  # type: ignore[assignment]
 
 
-def tensor_parallel(network: nn.Module) -> TensorParallel | None:
-    """Return which part of a network this process holds; None if it is whole."""
-    return getattr(network, "tensor_parallel", None)
+def division_of(network: nn.Module) -> Division:
+    """Return which layers of a network are divided: none if it is whole."""
+    return getattr(network, "division", Division())
 
 
 def check_is_whole(networks: Mapping[str, nn.Module], who: str) -> None:
@@ -195,7 +195,7 @@ def check_is_whole(networks: Mapping[str, nn.Module], who: str) -> None:
     Raises:
         UsageError: One is.
     """
-    divided = [name or "the network" for name, network in networks.items() if tensor_parallel(network) is not None]
+    divided = [name or "the network" for name, network in networks.items() if division_of(network).styles]
     if divided:
         raise UsageError(
             f"{who} got {', '.join(divided)} divided among processes, of which each has a part; expected whole "

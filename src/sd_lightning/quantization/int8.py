@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -221,7 +222,7 @@ def quantize_(
         own, division = configs.get(name, Int8()), divisions.get(name, Division())
         if name in deferred:  # first, so that weights are converted while they are read
             cast_rest(network, own, upcast=name in upcast)
-        _quantize_network(network, chosen.get(name, {}), own, deferred.pop(name, None), name, division.parts)
+        quantize_layers(network, chosen.get(name, {}), own, name, deferred.pop(name, None), division.parts)
         if name in configs and int8_config(network) != own:
             for key, layer in int8_layers(network):
                 if isinstance(layer, Int8Linear):
@@ -281,16 +282,6 @@ def describe(network: nn.Module, config: Int8 | None) -> None:
         vars(own).pop(QUANTIZATION, None)
         for key, record in int8_record(network).items():
             setattr(own, key, {FORMAT: record.pop("quant_method"), **record})
-
-
-def set_structure(network: nn.Module, names: Iterable[str], config: Int8, network_name: str) -> None:
-    """Convert layers on the meta device to int8 layers there, without values."""
-    for name in names:
-        layer: Any = network.get_submodule(name)
-        weight = torch.empty_like(layer.weight, dtype=torch.int8)
-        scale = torch.empty(weight.shape[0], device="meta")
-        to_int8(layer, weight, scale, kernel=config.kernel(_full(network_name, name)), threshold=config.threshold)
-    network.int8_config = config  # type: ignore[assignment]
 
 
 def cast_rest(network: nn.Module, config: Int8, *, upcast: bool) -> None:
@@ -386,15 +377,18 @@ def _check_finite(
             check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, key))
 
 
-def _quantize_network(
+def quantize_layers(
     network: nn.Module,
     chosen: Mapping[str, nn.Module],
     config: Int8,
-    deferred: DeferredWeights | None,
     name: str,
-    parts: Mapping[str, Part],
+    deferred: DeferredWeights | None = None,
+    parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> None:
-    """Quantise the chosen layers, and read or keep of all tensors only the parts, where there are any."""
+    """Quantise the chosen layers of a network, on the meta device without values.
+
+    Of all tensors only the parts are read or kept, where there are any.
+    """
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         part = parts.get(f"{key}.weight")

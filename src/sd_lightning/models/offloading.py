@@ -89,8 +89,7 @@ class _OffloadedNetwork:
     def enter(self) -> None:
         """Bring what is outside of blocks to the device, and take the memory for two blocks there."""
         rest = self._memory.allocate(Tier.FAST, Kind.WEIGHTS, self._rest.nbytes, torch.uint8)
-        sizes = [unit.nbytes for unit in self.units.values()]
-        pair = [max(sizes)] * 2 if len(sizes) > 1 else sizes
+        pair = [max((unit.nbytes for unit in self.units.values()), default=0)] * min(len(self.units), 2)
         self._spare = [self._memory.allocate(Tier.FAST, Kind.GATHERED, size, torch.uint8) for size in pair]
         self._buffers = [rest, *self._spare]
         arrival = self._rest.copy_to(rest)  # now that no allocation can fail

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.models.checkpointing import recompute_
-from sd_lightning.models.families.blocks import (
-    blocks_of,
-    enable_gradient_checkpointing,
-    recomputable,
-    repeated_blocks,
-)
+from sd_lightning.models.families.blocks import blocks_of, enable_gradient_checkpointing, recomputable, repeated_blocks
 from sd_lightning.models.families.conditioning import Conditioning, flat_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.lora import freeze_unused

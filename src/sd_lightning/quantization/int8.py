@@ -160,10 +160,7 @@ Model = TypeVar("Model", bound="QuantizableModel | nn.Module")
 
 
 def quantize_(
-    model: Model,
-    config: Int8 | Mapping[str, Int8] | None = None,
-    *,
-    tensor_parallel: TensorParallel | None = None,
+    model: Model, config: Int8 | Mapping[str, Int8] | None = None, *, tensor_parallel: TensorParallel | None = None
 ) -> Model:
     """Quantise the weights of a model to int8, in place.
 

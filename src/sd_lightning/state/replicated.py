@@ -40,11 +40,7 @@ class ReplicatedState(TrainingState):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        rank: int = 0,
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer], *, rank: int = 0
     ) -> None:
         self._parameters = dict(parameters)
         self._optimizers = list(optimizers)

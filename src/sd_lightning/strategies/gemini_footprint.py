@@ -27,15 +27,7 @@ from sd_lightning.gemini.placement import (
     whole_gradient_bytes,
 )
 from sd_lightning.gemini.updates import update_of
-from sd_lightning.planner.footprint import (
-    PAGE_LOCKED_ROUNDING,
-    Footprint,
-    Holding,
-    Traffic,
-    Weight,
-    When,
-    Workload,
-)
+from sd_lightning.planner.footprint import PAGE_LOCKED_ROUNDING, Footprint, Holding, Traffic, Weight, When, Workload
 
 Sizes = dict[tuple[Tier, str], int]
 

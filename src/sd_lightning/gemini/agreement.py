@@ -52,11 +52,8 @@ class GradientAgreement:
         reducer.flush()
         late = [chunk.index in reducer.late for chunk in chunked.chunks]
         on_device = self._stepper.decides_on_device
-        own = [
-            self._sum_on_host() if with_norm and not on_device else 0.0,
-            *late,
-            *(p in reducer.touched for p in trained),
-        ]
+        square = self._sum_on_host() if with_norm and not on_device else 0.0
+        own = [square, *late, *(p in reducer.touched for p in trained)]
         values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
         if late_anywhere:

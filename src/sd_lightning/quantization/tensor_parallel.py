@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -81,11 +82,9 @@ class TensorParallel:
 
     def ranges(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Return the ranges of a dimension that this process holds: one of every block."""
-        unit, offset, found = length // sum(blocks), 0, []
-        for width in (block * unit for block in blocks):
-            found.append((offset + width * self.rank // self.size, offset + width * (self.rank + 1) // self.size))
-            offset += width
-        return tuple(found)
+        widths = [block * (length // sum(blocks)) for block in blocks]
+        own = [(width * self.rank // self.size, width * (self.rank + 1) // self.size) for width in widths]
+        return tuple((at + begin, at + end) for at, (begin, end) in zip(accumulate(widths, initial=0), own))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum in place over the processes, in the tensor's own dtype."""

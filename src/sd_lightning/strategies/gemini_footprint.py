@@ -112,6 +112,9 @@ def _held(
     held: Sizes = defaultdict(int)
     locked: list[int] = []
     """Blocks of page-locked memory."""
+    gradients: dict[Tier, list[int]] = defaultdict(list)
+    scratch: set[tuple[Tier, int]] = set()
+    """Tiers, and the numbers of float32 tensors that their chunks need while they are stepped."""
     for layout, place in zip(layouts, places, strict=True):
         size, dtype = update.size(Shard(layout, 0, workload.world_size))
         state = size * dtype.itemsize
@@ -119,10 +122,6 @@ def _held(
             held[tier, kind] += nbytes
             if tier is Tier.SLOW and kind != "gradients":
                 locked += [state] * count if kind == "optimizer states" else [nbytes]
-    gradients: dict[Tier, list[int]] = defaultdict(list)
-    scratch: set[tuple[Tier, int]] = set()
-    """Tiers, and the numbers of float32 tensors that their chunks need while they are stepped."""
-    for layout, place in zip(layouts, places, strict=True):
         if layout.is_trained:
             # Micro-batches are added up in the wider type.
             is_kept = place.step_tier is Tier.FAST or workload.accumulates
@@ -132,9 +131,9 @@ def _held(
             num_scratch = place.steps_copies(layout) + (dtype != layout.master_dtype) + update.num_scratch(device)
             scratch.add((place.step_tier, num_scratch))
     for tier, sizes in gradients.items():
-        count = EARLY_GRADIENTS[tier] if config.step_in_backward else len(sizes)
-        held[tier, "gradients"] = sum(sorted(sizes)[-count:])
-        locked += _most_alike(sizes, count) if tier is Tier.SLOW else ()
+        number = EARLY_GRADIENTS[tier] if config.step_in_backward else len(sizes)
+        held[tier, "gradients"] = sum(sorted(sizes)[-number:])
+        locked += _most_alike(sizes, number) if tier is Tier.SLOW else ()
     largest = max((layout.numel // workload.world_size for layout in layouts if layout.is_trained), default=0)
     for tier, num_scratch in scratch:
         nbytes = 4 * num_scratch * min(STEP_BLOCK[tier], largest)
@@ -212,9 +211,7 @@ def _units(layouts: Sequence[ChunkLayout], weights: Sequence[Weight]) -> dict[st
     blocks: dict[str, set[int]] = defaultdict(set)
     others: dict[str, set[int]] = defaultdict(set)
     for weight in weights:
-        if weight.block:
-            blocks[weight.block].add(chunk_of[weight.name])
-        else:
-            others[weight.name.rpartition(".")[0]].add(chunk_of[weight.name])
+        units, key = (blocks, weight.block) if weight.block else (others, weight.name.rpartition(".")[0])
+        units[key].add(chunk_of[weight.name])
     largest = max(others.values(), key=lambda unit: sum(layouts[index].nbytes for index in unit), default=set())
     return {**blocks, "": largest}

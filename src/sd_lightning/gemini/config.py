@@ -97,7 +97,7 @@ class GeminiConfig:
             yield value is not None and value < least, f"{name}={value}; expected at least {least}"
         for name, choices, expected in _CHOICES:
             value = getattr(self, name)
-            is_choice = any(value == choice and type(value) is type(choice) for choice in choices)  # 1 equals true
+            is_choice = any(value == choice and isinstance(value, type(choice)) for choice in choices)  # not 1 for true
             yield not is_choice, f"{name}={value}; expected {expected}"
         yield from self._rules_of_master()
         auto, static = self.placement == "auto", self.placement == "static"
@@ -135,8 +135,6 @@ class GeminiConfig:
             yield getattr(self, part) > getattr(self, whole), f"{given}; {why}: expected {part} <= {whole}"
 
     def _rules_of_master(self) -> Iterator[tuple[bool, str]]:
-        masters = [str(master) for master in Master]
-        yield self.master not in masters, f"master={self.master!r}; expected one of {', '.join(masters)}"
         least = min(self.offload_optim_frac, self.offload_param_frac)
         given = f"offload_optim_frac={self.offload_optim_frac} and offload_param_frac={self.offload_param_frac}"
         remedy = "only chunks are split whose weights and optimizer are on the host: expected both above 0"
@@ -176,6 +174,7 @@ _CHOICES = (
     ("reduce_dtype", _TYPES, f"float32, or bfloat16 or float16 to send half as much {_HALF}"),
     ("gradient_dtype", _TYPES[:2], f"float32, or bfloat16 to keep half as much {_HALF}"),
     ("step_in_backward", (True, False, "running_norm"), "true, false or 'running_norm'"),
+    ("master", tuple(map(str, Master)), f"one of {', '.join(Master)}"),
 )
 """Settings, their values, and what a message expects."""
 _FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "disk_optim_frac")

@@ -382,9 +382,15 @@ def quantize_layers(
     deferred: DeferredWeights | None = None,
     parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> None:
-    """Quantise the chosen layers of a network, on the meta device without values.
+    """Quantise layers of a network in place; those on the meta device that are not deferred get no values.
 
-    Of all tensors only the parts are read or kept, where there are any.
+    Args:
+        network: The network.
+        chosen: Its layers to quantise, by name.
+        config: Tells the kernel.
+        name: Of the network.
+        deferred: Its weights if they are still in files; all of them are read.
+        parts: What to read or keep of tensors, by name; of all others the whole.
     """
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]

@@ -93,8 +93,7 @@ class GenerationRequest(SamplingOptions):
             raise UsageError(
                 f"generate got offload={self.offload} and no prompts to draw; leave it out, or add prompts"
             )
-        of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
-        unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
+        unused = [f"model.{n}={v}" for n in ("revision", "variant") if (v := getattr(self.model, n)) is not None]
         if self.run is not None and unused:
             raise UsageError(
                 f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"

@@ -67,8 +67,7 @@ def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: P
 
     names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
     path = next(path for name in names if not (path := folder / name).exists() or mark_of(path) == _GRID)
-    grid = image_grid(list(images), columns, captions=list(prompts))
-    write_marked(grid, path, _GRID)
+    write_marked(image_grid(list(images), columns, captions=list(prompts)), path, _GRID)
     return path
 
 

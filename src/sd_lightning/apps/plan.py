@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _OF_PLAN = frozenset(
-    [
-        *("action", "gpu", "gpus", "host_gb", "images", "captions", "price", "loader", "compare", "output"),
-        *("encoders", "ema", "strategy", "hydra"),
-    ]
+    "action gpu gpus host_gb images captions price loader compare output encoders ema strategy hydra".split()
 )
 """Settings of the planning program that a plan's options or :func:`_implied` say in the words of ``train``."""
 _CHOSEN = frozenset(("data.batch_size", "trainer.precision", "speed.gradient_checkpointing"))
@@ -187,13 +184,8 @@ def check(spec: RunSpec) -> None:
     Raises:
         UsageError: A number is not positive, or the output is neither HTML nor JSON.
     """
-    for name, example in (
-        ("images", "1e6"),
-        ("captions", "10000"),
-        ("price", "2.5"),
-        ("host_gb", "64"),
-        ("loader", "200"),
-    ):
+    examples = {"images": "1e6", "captions": "10000", "price": "2.5", "host_gb": "64", "loader": "200"}
+    for name, example in examples.items():
         if spec[name] is not None and not spec[name] > 0:
             raise UsageError(f"plan got {name}={spec[name]}; expected a number above 0; write {name}={example}")
     resolution = spec["data.resolution"]

@@ -44,19 +44,16 @@ class GradientAgreement:
     def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
         """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
         chunked, reducer, trained = self._chunked, self._reducer, list(self._chunked.trained.values())
-        is_agreed = self.touched is not None and self._version == reducer.version
-        if not chunked.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
-            is_agreed = False  # another rank may have got late gradients meanwhile
-        if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
+        # Another rank may have got late gradients meanwhile.
+        may_differ = not chunked.collectives.is_alone and any(c.weights.is_resident for c in self._stepper.chunks)
+        is_agreed = self._version == reducer.version and not may_differ
+        if self.touched is not None and is_agreed and (self.norm is not None or not with_norm):
             return self.touched
         reducer.flush()
         late = [chunk.index in reducer.late for chunk in chunked.chunks]
         on_device = self._stepper.decides_on_device
-        own = [
-            self._sum_on_host() if with_norm and not on_device else 0.0,
-            *late,
-            *(p in reducer.touched for p in trained),
-        ]
+        square = self._sum_on_host() if with_norm and not on_device else 0.0
+        own = [square, *late, *(p in reducer.touched for p in trained)]
         values = chunked.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
         if late_anywhere:

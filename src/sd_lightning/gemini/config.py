@@ -95,35 +95,24 @@ class GeminiConfig:
         for name, least in (("chunk_numel", 16), ("gathered_budget", 0), ("prefetch", 0)):
             value = getattr(self, name)
             yield value is not None and value < least, f"{name}={value}; expected at least {least}"
-        auto, static = self.placement == "auto", self.placement == "static"
-        yield not (auto or static), f"placement={self.placement!r}; expected 'static' or 'auto'"
-        is_choice = isinstance(self.reduce_once, bool) or self.reduce_once == "auto"
-        yield not is_choice, f"reduce_once={self.reduce_once!r}; expected true, false or 'auto'"
-        types = (torch.float32, torch.bfloat16, torch.float16)
-        expected = "expected float32, bfloat16, float16 or float64"
-        yield self.compute_dtype not in (None, torch.float64, *types), f"compute_dtype={self.compute_dtype}; {expected}"
-        expected = "expected float32, or bfloat16 or float16 to send half as much (in Python torch.bfloat16)"
-        yield self.reduce_dtype not in types, f"reduce_dtype={self.reduce_dtype}; {expected}"
+        for name, choices, expected in _CHOICES:
+            value = getattr(self, name)
+            is_choice = any(value == choice and isinstance(value, type(choice)) for choice in choices)  # not 1 for true
+            yield not is_choice, f"{name}={value}; expected {expected}"
         yield from self._rules_of_master()
-        narrow = self.gradient_dtype
-        expected = "expected float32, or bfloat16 to keep half as much (in Python torch.bfloat16)"
-        yield narrow not in (torch.float32, torch.bfloat16), f"gradient_dtype={narrow}; {expected}"
-        is_wider = narrow == torch.bfloat16 and self.compute_dtype not in (None, torch.bfloat16)
+        auto, static = self.placement == "auto", self.placement == "static"
+        narrow = self.gradient_dtype == torch.bfloat16
+        is_wider = narrow and self.compute_dtype not in (None, torch.bfloat16)
         remedy = "which is computed more exactly: leave gradient_dtype out, or train in bfloat16 (precision=bf16-mixed)"
         yield is_wider, f"gradient_dtype=bfloat16 and compute_dtype={self.compute_dtype}, {remedy}"
         remedy = "but no gradient goes to the host; set offload_optim_frac"
-        yield narrow == torch.bfloat16 and static and not self.offload_optim_frac, f"gradient_dtype=bfloat16, {remedy}"
-        early, running = self.step_in_backward, self.step_in_backward == "running_norm"
-        choices = "expected true, false or 'running_norm'"
-        yield not isinstance(early, bool) and not running, f"step_in_backward={early!r}; {choices}"
+        yield narrow and static and not self.offload_optim_frac, f"gradient_dtype=bfloat16, {remedy}"
+        early = self.step_in_backward
+        late = "only the end of the pass shows whether its gradients overflow; take bfloat16 (precision=bf16-mixed)"
         for is_wrong, other, why in (
             (auto, "placement=auto", "that plans with the gradients of all chunks; write placement=static"),
             (self.reduce_once is not False, f"reduce_once={self.reduce_once}", "a step has one backward pass"),
-            (
-                self.compute_dtype == torch.float16,
-                "float16",
-                "only the end of the pass shows whether its gradients overflow; take bfloat16 (precision=bf16-mixed)",
-            ),
+            (self.compute_dtype == torch.float16, "float16", late),
         ):
             yield bool(early) and is_wrong, f"step_in_backward={early} and {other}: {why}"
         needs_dir, has_dir = self.disk_optim_frac > 0, self.offload_dir is not None
@@ -131,9 +120,8 @@ class GeminiConfig:
         yield needs_dir and not has_dir, f"disk_optim_frac={self.disk_optim_frac} without offload_dir; {remedy}"
         remedy = "but nothing goes to disk; set disk_optim_frac"
         yield has_dir and not needs_dir, f"offload_dir={self.offload_dir} {remedy}"
-        decided = [
-            name for name in (*_FRACTIONS, "gathered_budget") if getattr(self, name) != getattr(type(self), name)
-        ]
+        names = (*_FRACTIONS, "gathered_budget")
+        decided = [name for name in names if getattr(self, name) != getattr(type(self), name)]
         remedy = "auto decides these: leave them out, or set placement=static"
         yield auto and bool(decided), f"placement=auto and {', '.join(decided)}; {remedy}"
         yield auto and self.memory_cap is None, "placement=auto without memory_cap; expected e.g. memory_cap=0.9"
@@ -147,15 +135,11 @@ class GeminiConfig:
             yield getattr(self, part) > getattr(self, whole), f"{given}; {why}: expected {part} <= {whole}"
 
     def _rules_of_master(self) -> Iterator[tuple[bool, str]]:
-        masters = [str(master) for master in Master]
-        yield self.master not in masters, f"master={self.master!r}; expected one of {', '.join(masters)}"
         least = min(self.offload_optim_frac, self.offload_param_frac)
         given = f"offload_optim_frac={self.offload_optim_frac} and offload_param_frac={self.offload_param_frac}"
         remedy = "only chunks are split whose weights and optimizer are on the host: expected both above 0"
-        yield (
-            self.master == "split" and self.placement == "static" and not least,
-            f"master=split, {given}; {remedy}",
-        )
+        is_whole = self.master == "split" and self.placement == "static" and not least
+        yield is_whole, f"master=split, {given}; {remedy}"
         yield not 0 <= self.rounding_seed < 2**64, f"rounding_seed={self.rounding_seed}; expected 0 <= seed < 2**64"
         remedy = "only master=bfloat16 rounds stochastically"
         is_unused = self.rounding_seed != 0 and self.master != "bfloat16"
@@ -181,4 +165,16 @@ class GeminiConfig:
         return int(number * 2 ** (10 * "BKMGT".index((unit or "B")[0])))
 
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HALF = "(in Python torch.bfloat16)"
+_CHOICES = (
+    ("placement", ("static", "auto"), "'static' or 'auto'"),
+    ("reduce_once", (True, False, "auto"), "true, false or 'auto'"),
+    ("compute_dtype", (None, torch.float64, *_TYPES), "float32, bfloat16, float16 or float64"),
+    ("reduce_dtype", _TYPES, f"float32, or bfloat16 or float16 to send half as much {_HALF}"),
+    ("gradient_dtype", _TYPES[:2], f"float32, or bfloat16 to keep half as much {_HALF}"),
+    ("step_in_backward", (True, False, "running_norm"), "true, false or 'running_norm'"),
+    ("master", tuple(map(str, Master)), f"one of {', '.join(Master)}"),
+)
+"""Settings, their values, and what a message expects."""
 _FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "disk_optim_frac")

@@ -86,8 +86,7 @@ class PageLocked:
     def unlock(self, memory: Tensor) -> None:
         """Unlock memory, or a view of all of it, that no copy uses any more; it is freed with its last view."""
         if memory.nbytes:
-            address = memory.data_ptr()
-            _unlock(self._module, self._device, self._locked.pop(address))
+            _unlock(self._module, self._device, self._locked.pop(memory.data_ptr()))
 
     def _refusal(self, nbytes: int, reason: str) -> UsageError:
         return UsageError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from sd_lightning.quantization.int8 import (
     Int8,
     cast_rest,
     describe,
+    quantize_layers,
     read_record,
-    set_structure,
 )
 from sd_lightning.quantization.layers import INT8_CLASSES
 from sd_lightning.storage.deferred_weights import DeferredWeights
@@ -46,15 +45,25 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
             f"{folder}: neither {' nor '.join(_TOKENIZER_FILES)} in it; copy the tokenizer of the pipeline again"
         )
     check_part(folder)
-    try:
+    with _refusing(f"{folder}: cannot load the tokenizer", "copy or download that folder again"):
         tokenizer = component.load_class().from_pretrained(folder)
         # Qwen-Image 2.1 has a processor of text and images: what is not the tokenizer's is kept for saving.
         tokenizer.processor_files = {file.name: file.read_text() for file in folder.glob("*processor_config.json")}
         return tokenizer
-    except Exception as error:  # the Rust library raises plain Exceptions
-        raise UsageError(
-            f"{folder}: cannot load the tokenizer: {first_line(error)}; copy or download that folder again"
-        ) from error
+
+
+@contextlib.contextmanager
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    """Raise a UsageError for any error of the block.
+
+    The Rust library raises plain Exceptions, and values of unexpected types in a configuration raise anything.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what}: {first_line(error)}; {remedy}") from error
 
 
 def load_network(
@@ -75,7 +84,7 @@ def load_network(
     options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
     if component.is_of_transformers:  # otherwise its error does not name the tensor of the wrong shape
         options["ignore_mismatched_sizes"] = True
-    try:
+    with _refusing(f"{folder}: cannot load {component.class_name}", _REMEDY):
         cls = component.load_class()
         if folder.is_dir():
             check_part(folder)
@@ -85,10 +94,6 @@ def load_network(
             check_config(cls.load_config(folder), str(folder))
         with no_progress_bar():
             network, loaded = cls.from_pretrained(folder, output_loading_info=True, **options)
-    except UsageError:
-        raise
-    except Exception as error:  # values of unexpected types raise anything
-        raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
     if random:  # both libraries would continue with random values
         raise UsageError(_misses(folder, component, random))
@@ -151,11 +156,7 @@ def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def defer_network(
-    component: Component,
-    folder: Path,
-    *,
-    variant: str | None = None,
-    prepare: Callable[[nn.Module, ShardedTensors], None] | None = None,
+    component: Component, folder: Path, *, variant: str | None = None, int8: Int8 | None = None
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Build one network on the meta device, in float32, and locate its weights without reading them.
 
@@ -165,7 +166,7 @@ def defer_network(
         component: The network's library and class.
         folder: Folder of its files.
         variant: File variant.
-        prepare: Called with the network and its files before their tensors are compared; may replace layers.
+        int8: Settings of weights that are in int8, with the kernel to use.
 
     Returns:
         The network, its record with the configuration, and its deferred weights.
@@ -176,8 +177,8 @@ def defer_network(
     network = _empty_network(component, folder)
     files = indexed_files(folder / component.weights_file, variant=variant)
     store = ShardedTensors(folder, files=[file.name for file in files])
-    if prepare is not None:
-        prepare(network, store)
+    if int8 is not None:
+        _convert_stored(network, store, int8, folder)
     else:
         refuse_int8(folder, {key: store.dtype(key) for key in store.keys()})
     keys = _keys_in_files(component, network, store)
@@ -223,15 +224,13 @@ def defer_int8_network(
     Raises:
         UsageError: Files are missing, damaged or of another network.
     """
-    network, component, deferred = defer_network(
-        component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
-    )
+    network, component, deferred = defer_network(component, folder, variant=variant, int8=config)
     cast_rest(network, config, upcast=family.draws_in_float32(folder.name, network))
     describe(network, config)
     return network, component, deferred
 
 
-def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folder: Path) -> None:
+def _convert_stored(network: nn.Module, store: ShardedTensors, config: Int8, folder: Path) -> None:
     """Convert the layers that have scales in the files to int8 layers."""
     suffix = ".weight_scale"
     stored = {key.removesuffix(suffix) for key in store.keys() if key.endswith(suffix)}
@@ -242,12 +241,12 @@ def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folde
         raise UsageError(
             f"{folder}: config.json says that {expected} layers are in int8, but {found}; copy the whole folder again"
         )
-    names = {
-        name
+    layers = {
+        name: module
         for name, module in network.named_modules()
         if type(module) in INT8_CLASSES and not stored.isdisjoint({name, f"text_model.{name}"})
     }
-    set_structure(network, names, config, folder.name)
+    quantize_layers(network, layers, config, folder.name)
 
 
 def meta_network(component: Component, folder: Path) -> tuple[nn.Module, Component]:
@@ -272,7 +271,7 @@ def _empty_network(component: Component, folder: Path) -> Any:
     from accelerate import init_empty_weights
 
     cls = component.load_class()
-    try:
+    with _refusing(f"{folder}: cannot build {component.class_name}", _REMEDY):
         if folder.is_dir():
             check_part(folder)
         with init_empty_weights(include_buffers=False):
@@ -282,10 +281,6 @@ def _empty_network(component: Component, folder: Path) -> Any:
             config = cls.config_class.from_pretrained(folder)
             vars(config).pop(QUANTIZATION, None)
             return cls(config)
-    except UsageError:
-        raise
-    except Exception as error:  # values of unexpected types raise anything
-        raise UsageError(f"{folder}: cannot build {component.class_name}: {first_line(error)}; {_REMEDY}") from error
 
 
 def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:

@@ -93,11 +93,8 @@ class SamplingOptions:
         steps, scale = self.num_inference_steps, self.guidance_scale
         scale = family.guidance_scale if scale is None else scale
         if pipeline_options.get(family.distilled_by) and not family.distilled_takes_guidance:
-            if (
-                self.guidance_scale is not None
-                and scale > family.no_guidance
-                and is_new(family.pipeline_class, "guidance")
-            ):
+            is_asked = self.guidance_scale is not None and scale > family.no_guidance
+            if is_asked and is_new(family.pipeline_class, "guidance"):
                 log.warning(
                     "sampling got guidance_scale=%g and a distilled %s, which draws without guidance; leave "
                     "guidance_scale out",

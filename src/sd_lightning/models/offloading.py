@@ -79,17 +79,17 @@ class _OffloadedNetwork:
         self.units = {block: _Unit(memory, groups[block]) for block in blocks}
         units = list(self.units.values())
         self._next = dict(zip(units, [*units[1:], *units[:1]]))
-        self._largest = max((unit.nbytes for unit in units), default=0)
         self._buffers: list[TierBuffer] = []
         """On the device: of the rest, and of blocks."""
         self._spare: list[TierBuffer] = []
-        self._current: tuple[_Unit, TierBuffer] | None = None
-        self._coming: tuple[_Unit, TierBuffer, Arrival] | None = None
+        self._copies: dict[_Unit, tuple[TierBuffer, Arrival]] = {}
+        """On the device, of the block that computes, and of the one that is expected next."""
+        self._current: _Unit | None = None
 
     def enter(self) -> None:
         """Bring what is outside of blocks to the device, and take the memory for two blocks there."""
         rest = self._memory.allocate(Tier.FAST, Kind.WEIGHTS, self._rest.nbytes, torch.uint8)
-        pair = (self._largest,) * min(len(self.units), 2)
+        pair = [max((unit.nbytes for unit in self.units.values()), default=0)] * min(len(self.units), 2)
         self._spare = [self._memory.allocate(Tier.FAST, Kind.GATHERED, size, torch.uint8) for size in pair]
         self._buffers = [rest, *self._spare]
         arrival = self._rest.copy_to(rest)  # now that no allocation can fail
@@ -98,36 +98,35 @@ class _OffloadedNetwork:
 
     def use(self, unit: _Unit) -> None:
         """Let a block compute on the device, and begin to copy the one that is expected next."""
-        if self._current is not None and self._current[0] is unit:
+        before, self._current = self._current, unit
+        if before is unit:
             return
-        if self._coming is not None and self._coming[0] is not unit:
-            self._spare.append(self._coming[1])  # copies are in order, so it may be overwritten by the next one
-            self._coming = None
-        _, buffer, arrival = self._coming or self._fetch(unit)
+        for other in self._copies.keys() - {before, unit}:  # copies are in order, so the next may overwrite it
+            self._spare.append(self._copies.pop(other)[0])
+        buffer, arrival = self._fetch(unit)
         arrival.join()
         unit.point_to(buffer)
-        if self._current is not None:
-            before, free = self._current
+        if before is not None:
             before.point_to(None)
-            self._spare.append(free)
+            self._spare.append(self._copies.pop(before)[0])
             self._next[before] = unit
-        self._current, self._coming = (unit, buffer), None
-        if self._next[unit] is not unit:
-            self._coming = self._fetch(self._next[unit])
+        self._fetch(self._next[unit])
 
-    def _fetch(self, unit: _Unit) -> tuple[_Unit, TierBuffer, Arrival]:
-        buffer = self._spare.pop()
-        return unit, buffer, unit.copy_to(buffer)
+    def _fetch(self, unit: _Unit) -> tuple[TierBuffer, Arrival]:
+        if unit not in self._copies:
+            buffer = self._spare.pop()
+            self._copies[unit] = buffer, unit.copy_to(buffer)
+        return self._copies[unit]
 
     def leave(self) -> None:
         """Give the memory on the device back."""
-        if self._coming is not None:
-            self._coming[2].join()
-        for unit in (self._rest, *(self._current or ())[:1]):
+        for _, arrival in self._copies.values():
+            arrival.join()
+        for unit in (self._rest, *self._copies):
             unit.point_to(None)
         for buffer in self._buffers:
             self._memory.free(buffer)
-        self._current, self._coming, self._buffers, self._spare = None, None, [], []
+        self._current, self._copies, self._buffers, self._spare = None, {}, [], []
 
 
 def _grouped(

@@ -46,11 +46,7 @@ def readable_bytes(size: float) -> str:
 
 
 def drawing_forecast(
-    model: LatentDiffusion,
-    options: SamplingOptions,
-    *,
-    speeds: Speeds | None = None,
-    offload: Offload | None = None,
+    model: LatentDiffusion, options: SamplingOptions, *, speeds: Speeds | None = None, offload: Offload | None = None
 ) -> DrawingForecast:
     """Predict memory and time to draw a batch of images.
 

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.models.checkpointing import recompute_
-from sd_lightning.models.families.blocks import (
-    blocks_of,
-    enable_gradient_checkpointing,
-    recomputable,
-    repeated_blocks,
-)
+from sd_lightning.models.families.blocks import blocks_of, enable_gradient_checkpointing, recomputable, repeated_blocks
 from sd_lightning.models.families.conditioning import Conditioning, flat_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.lora import freeze_unused
@@ -26,7 +21,7 @@ from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.trace import Trace, rounded
 from sd_lightning.quantization.layers import Int8Linear, int8_layers, to_int8
-from sd_lightning.quantization.tensor_parallel import Division, tensor_parallel
+from sd_lightning.quantization.tensor_parallel import division_of
 
 
 @functools.lru_cache(maxsize=4)
@@ -305,14 +300,12 @@ def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Mo
     if dtype is not None:
         return cast(twin, dtype)
     cast(twin, next(network.parameters()).dtype)
-    parallel, division = tensor_parallel(network), Division()
-    if parallel is not None:
-        division = Division.of(twin, model.tensor_parallel_plan(name), parallel)
     for key, live in int8_layers(network):
         layer = twin.get_submodule(key.replace(".base_layer", ""))  # the twin has no LoRA
         weight, scale = (torch.empty_like(tensor, device="meta") for tensor in (live.weight, live.weight_scale))
         kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
         to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
+    division = division_of(network)
     for key, part in division.parts.items():
         prefix, _, key = key.rpartition(".")
         layer = twin.get_submodule(prefix)

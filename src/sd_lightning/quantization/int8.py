@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -24,12 +26,13 @@ from sd_lightning.quantization.layers import (
     to_int8,
 )
 from sd_lightning.quantization.tensor_parallel import (
+    DividedModel,
     Division,
-    Plan,
     TensorParallel,
     check_division,
     check_is_whole,
 )
+from sd_lightning.state.ranks import failing_together
 
 if TYPE_CHECKING:
     from sd_lightning.storage.deferred_weights import DeferredWeights
@@ -143,28 +146,21 @@ def matches(patterns: Sequence[str], name: str) -> bool:
     return any(f".{pattern}." in f".{name}." for pattern in patterns)
 
 
-class QuantizableModel(Protocol):
+class QuantizableModel(DividedModel, Protocol):
     """Networks that are quantised together: a ``LatentDiffusion``."""
 
-    networks: dict[str, nn.Module]
     deferred: dict[str, DeferredWeights]
     """Weights of networks on the meta device that are still in files; an entry is removed when it is read."""
 
     def draws_in_float32(self, name: str) -> bool:
         """Return whether a network overflows in float16, so that it stays in float32."""
 
-    def tensor_parallel_plan(self, name: str) -> Plan:
-        """Return what of a network several processes divide."""
-
 
 Model = TypeVar("Model", bound="QuantizableModel | nn.Module")
 
 
 def quantize_(
-    model: Model,
-    config: Int8 | Mapping[str, Int8] | None = None,
-    *,
-    tensor_parallel: TensorParallel | None = None,
+    model: Model, config: Int8 | Mapping[str, Int8] | None = None, *, tensor_parallel: TensorParallel | None = None
 ) -> Model:
     """Quantise the weights of a model to int8, in place.
 
@@ -217,17 +213,13 @@ def quantize_(
         for name, own in configs.items()
         if int8_config(networks[name]) is None
     }
-    if tensor_parallel is not None:
-        _check_divisible(model, tensor_parallel)
+    divisions = {} if tensor_parallel is None else _divisions(model, tensor_parallel)
     _check_finite(chosen, deferred, tensor_parallel)  # before a layer is changed
     for name, network in networks.items():
-        division = Division()
-        if tensor_parallel is not None and not isinstance(model, nn.Module):
-            division = Division.of(network, model.tensor_parallel_plan(name), tensor_parallel)
-        own = configs.get(name, Int8())
+        own, division = configs.get(name, Int8()), divisions.get(name, Division())
         if name in deferred:  # first, so that weights are converted while they are read
             cast_rest(network, own, upcast=name in upcast)
-        _quantize_network(network, chosen.get(name, {}), own, deferred.pop(name, None), name, division.parts)
+        quantize_layers(network, chosen.get(name, {}), own, name, deferred.pop(name, None), division.parts)
         if name in configs and int8_config(network) != own:
             for key, layer in int8_layers(network):
                 if isinstance(layer, Int8Linear):
@@ -289,16 +281,6 @@ def describe(network: nn.Module, config: Int8 | None) -> None:
             setattr(own, key, {FORMAT: record.pop("quant_method"), **record})
 
 
-def set_structure(network: nn.Module, names: Iterable[str], config: Int8, network_name: str) -> None:
-    """Convert layers on the meta device to int8 layers there, without values."""
-    for name in names:
-        layer: Any = network.get_submodule(name)
-        weight = torch.empty_like(layer.weight, dtype=torch.int8)
-        scale = torch.empty(weight.shape[0], device="meta")
-        to_int8(layer, weight, scale, kernel=config.kernel(_full(network_name, name)), threshold=config.threshold)
-    network.int8_config = config  # type: ignore[assignment]
-
-
 def cast_rest(network: nn.Module, config: Int8, *, upcast: bool) -> None:
     """Cast all weights that are not int8 to ``config.dtype``; if ``upcast``, to float32 instead of float16."""
     dtype = torch.float32 if upcast and config.dtype == "float16" else config.torch_dtype
@@ -343,7 +325,12 @@ def _check_stored(network: nn.Module, config: Int8) -> None:
         )
 
 
-def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> None:
+def _divisions(model: QuantizableModel | nn.Module, parallel: TensorParallel) -> dict[str, Division]:
+    """Return what this process holds of each network.
+
+    Raises:
+        UsageError: The model cannot be divided.
+    """
     if isinstance(model, nn.Module):
         raise UsageError(
             f"quantize_ got tensor_parallel for a {type(model).__name__}; expected a LatentDiffusion, whose family "
@@ -360,6 +347,8 @@ def _check_divisible(model: QuantizableModel | nn.Module, parallel: TensorParall
     check_division(model, parallel.size)
     if model.deferred or not all(each.is_meta for n in model.networks.values() for each in n.parameters()):
         parallel.check_joined()
+    plans = {name: model.tensor_parallel_plan(name) for name in model.networks}
+    return {name: Division.of(network, plans[name], parallel) for name, network in model.networks.items()}
 
 
 def _check_finite(
@@ -369,34 +358,40 @@ def _check_finite(
 ) -> None:
     """Raise if a weight is not finite; deferred weights are read a second time later.
 
-    Each of several processes checks some rows, and all raise the same error.
+    Each of several processes checks some rows, and all raise.
     """
-    error, has_values = None, False
-    try:
-        for name, key, layer in ((name, *each) for name, layers in chosen.items() for each in layers.items()):
-            weight: Tensor = layer.weight  # type: ignore[assignment]
-            if weight.numel() and (name in deferred or not weight.is_meta):
-                has_values = True
-                rows = row_reader(weight, deferred.get(name), f"{key}.weight")
-                own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
-                check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, f"{key}.weight"))
-    except UsageError as found:
-        error = found
-    if parallel is not None and parallel.size > 1 and has_values:
-        parallel.agree(error)
-    if error is not None:
-        raise error
+    weights: list[tuple[str, str, Tensor]] = [
+        (name, f"{key}.weight", weight)
+        for name, layers in chosen.items()
+        for key, layer in layers.items()
+        if isinstance(weight := layer.weight, Tensor) and weight.numel() and (name in deferred or not weight.is_meta)
+    ]
+    is_collective = parallel is not None and parallel.size > 1 and weights
+    with failing_together() if is_collective else nullcontext():
+        for name, key, weight in weights:
+            own = [(0, len(weight))] if parallel is None else parallel.ranges(len(weight), (1,))
+            rows = row_reader(weight, deferred.get(name), key)
+            check_finite_rows(Part.of(weight.shape, 0, own), weight.shape, rows, _full(name, key))
 
 
-def _quantize_network(
+def quantize_layers(
     network: nn.Module,
     chosen: Mapping[str, nn.Module],
     config: Int8,
-    deferred: DeferredWeights | None,
     name: str,
-    parts: Mapping[str, Part],
+    deferred: DeferredWeights | None = None,
+    parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> None:
-    """Quantise the chosen layers, and read or keep of all tensors only the parts, where there are any."""
+    """Quantise layers of a network in place; those on the meta device that are not deferred get no values.
+
+    Args:
+        network: The network.
+        chosen: Its layers to quantise, by name.
+        config: Tells the kernel.
+        name: Of the network.
+        deferred: Its weights if they are still in files; all of them are read.
+        parts: What to read or keep of tensors, by name; of all others the whole.
+    """
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         part = parts.get(f"{key}.weight")

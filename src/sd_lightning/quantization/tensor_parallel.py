@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -81,11 +82,9 @@ class TensorParallel:
 
     def ranges(self, length: int, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Return the ranges of a dimension that this process holds: one of every block."""
-        unit, offset, found = length // sum(blocks), 0, []
-        for width in (block * unit for block in blocks):
-            found.append((offset + width * self.rank // self.size, offset + width * (self.rank + 1) // self.size))
-            offset += width
-        return tuple(found)
+        widths = [block * (length // sum(blocks)) for block in blocks]
+        own = [(width * self.rank // self.size, width * (self.rank + 1) // self.size) for width in widths]
+        return tuple((at + begin, at + end) for at, (begin, end) in zip(accumulate(widths, initial=0), own))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum in place over the processes, in the tensor's own dtype."""
@@ -99,13 +98,6 @@ class TensorParallel:
         if self.size > 1 and not part.is_meta:
             dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=-1) if self.size > 1 else part
-
-    def agree(self, error: UsageError | None) -> None:
-        """Raise the first process's error in every process; a collective call."""
-        found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, None if error is None else str(error))
-        if any(found):
-            raise UsageError(next(filter(None, found))) from error
 
 
 class DividedModel(Protocol):
@@ -188,12 +180,12 @@ class Division:
             for heads in self.heads:
                 if hasattr(module, heads):
                     setattr(module, heads, getattr(module, heads) // self.parallel.size)
-        network.tensor_parallel = self.parallel  # type: ignore[assignment]
+        network.division = self  # type: ignore[assignment]
 
 
-def tensor_parallel(network: nn.Module) -> TensorParallel | None:
-    """Return which part of a network this process holds; None if it is whole."""
-    return getattr(network, "tensor_parallel", None)
+def division_of(network: nn.Module) -> Division:
+    """Return which layers of a network are divided: none if it is whole."""
+    return getattr(network, "division", Division())
 
 
 def check_is_whole(networks: Mapping[str, nn.Module], who: str) -> None:
@@ -202,7 +194,7 @@ def check_is_whole(networks: Mapping[str, nn.Module], who: str) -> None:
     Raises:
         UsageError: One is.
     """
-    divided = [name or "the network" for name, network in networks.items() if tensor_parallel(network) is not None]
+    divided = [name or "the network" for name, network in networks.items() if division_of(network).styles]
     if divided:
         raise UsageError(
             f"{who} got {', '.join(divided)} divided among processes, of which each has a part; expected whole "

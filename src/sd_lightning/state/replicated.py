@@ -40,11 +40,7 @@ class ReplicatedState(TrainingState):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        rank: int = 0,
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer], *, rank: int = 0
     ) -> None:
         self._parameters = dict(parameters)
         self._optimizers = list(optimizers)
@@ -65,10 +61,9 @@ class ReplicatedState(TrainingState):
         for name, parameter in self._parameters.items():
             states, scalars = self._states_of(parameter)
             begin, end = self._range(parameter)
-            shape, writes = tuple(parameter.shape), self._writes(parameter)
-            shards.append(
-                ParameterShard(name, shape, begin, end, self._local(parameter), states, scalars, writes=writes)
-            )
+            part, writes = self._local(parameter), self._writes(parameter)
+            shape = tuple(parameter.shape)
+            shards.append(ParameterShard(name, shape, begin, end, part, states, scalars, writes=writes))
         return shards
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
@@ -27,15 +27,7 @@ from sd_lightning.gemini.placement import (
     whole_gradient_bytes,
 )
 from sd_lightning.gemini.updates import update_of
-from sd_lightning.planner.footprint import (
-    PAGE_LOCKED_ROUNDING,
-    Footprint,
-    Holding,
-    Traffic,
-    Weight,
-    When,
-    Workload,
-)
+from sd_lightning.planner.footprint import PAGE_LOCKED_ROUNDING, Footprint, Holding, Traffic, Weight, When, Workload
 
 Sizes = dict[tuple[Tier, str], int]
 
@@ -77,16 +69,8 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
     moving = _moving(*separate_gradients(layouts, places, world_size, config.reduce_dtype if world_size > 1 else None))
     ready = When.ALWAYS if workload.accumulates else When.BACKWARD if config.step_in_backward else When.AS_READY
     times = {"gradients": ready, _SCRATCH: When.BACKWARD if config.step_in_backward else When.UPDATE}
-    device = [
-        *(
-            Holding(kind, size, times.get(kind, When.ALWAYS))
-            for (tier, kind), size in held.items()
-            if tier is Tier.FAST
-        ),
-        Holding("gathered weights", gathered, when),
-    ]
-    if workload.accumulates and config.reduce_once is True:
-        device.append(Holding("gradients", whole_gradient_bytes(layouts)))
+    whole = whole_gradient_bytes(layouts) if workload.accumulates and config.reduce_once is True else 0
+    beside = Holding("gathered weights", gathered, when), Holding("gradients", whole)
     trained = [(a.numel // world_size, place.optim_tier) for a, place in zip(layouts, places) if a.is_trained]
     swapped = sum(
         a.numel // world_size * a.dtype.itemsize
@@ -94,17 +78,12 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
         if a.is_trained and (place.aliases_master(a) or place.splits_master(a))
     )
     staged = _staged(layouts, places, world_size)
+    beside_on_host = Holding("swapped weights", swapped, When.SWAPPED), Holding("staged weights", staged)
     return Footprint(
         dtype=dtype,
         autocast=workload.half if workload.is_mixed else None,
-        device=[each for each in device if each.nbytes],
-        host=[
-            Holding(kind, size, When.AS_READY if kind == "gradients" else When.ALWAYS)
-            for (tier, kind), size in held.items()
-            if tier is Tier.SLOW and size
-        ]
-        + [Holding("swapped weights", swapped, When.SWAPPED)] * (swapped > 0)
-        + [Holding("staged weights", staged)] * (staged > 0),
+        device=_holdings(held, Tier.FAST, times, beside),
+        host=_holdings(held, Tier.SLOW, {"gradients": When.AS_READY}, beside_on_host),
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
         in_forward=above,
         in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},
@@ -113,6 +92,12 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
         averaged_on_host=sum(numel for numel, tier in trained if tier is not Tier.FAST),
         master_dtype=next((a.kept_dtype for a in layouts if a.is_trained), torch.float32),
     )
+
+
+def _holdings(held: Sizes, tier: Tier, times: Mapping[str, When], beside: Iterable[Holding]) -> list[Holding]:
+    """Return what a tier holds, and when: always, unless ``times`` says otherwise of a kind."""
+    own = [Holding(kind, size, times.get(kind, When.ALWAYS)) for (where, kind), size in held.items() if where is tier]
+    return [each for each in (*own, *beside) if each.nbytes]
 
 
 def _held(
@@ -127,6 +112,9 @@ def _held(
     held: Sizes = defaultdict(int)
     locked: list[int] = []
     """Blocks of page-locked memory."""
+    gradients: dict[Tier, list[int]] = defaultdict(list)
+    scratch: set[tuple[Tier, int]] = set()
+    """Tiers, and the numbers of float32 tensors that their chunks need while they are stepped."""
     for layout, place in zip(layouts, places, strict=True):
         size, dtype = update.size(Shard(layout, 0, workload.world_size))
         state = size * dtype.itemsize
@@ -134,10 +122,6 @@ def _held(
             held[tier, kind] += nbytes
             if tier is Tier.SLOW and kind != "gradients":
                 locked += [state] * count if kind == "optimizer states" else [nbytes]
-    gradients: dict[Tier, list[int]] = defaultdict(list)
-    scratch: set[tuple[Tier, int]] = set()
-    """Tiers, and the numbers of float32 tensors that their chunks need while they are stepped."""
-    for layout, place in zip(layouts, places, strict=True):
         if layout.is_trained:
             # Micro-batches are added up in the wider type.
             is_kept = place.step_tier is Tier.FAST or workload.accumulates
@@ -147,9 +131,9 @@ def _held(
             num_scratch = place.steps_copies(layout) + (dtype != layout.master_dtype) + update.num_scratch(device)
             scratch.add((place.step_tier, num_scratch))
     for tier, sizes in gradients.items():
-        count = EARLY_GRADIENTS[tier] if config.step_in_backward else len(sizes)
-        held[tier, "gradients"] = sum(sorted(sizes)[-count:])
-        locked += _most_alike(sizes, count) if tier is Tier.SLOW else ()
+        number = EARLY_GRADIENTS[tier] if config.step_in_backward else len(sizes)
+        held[tier, "gradients"] = sum(sorted(sizes)[-number:])
+        locked += _most_alike(sizes, number) if tier is Tier.SLOW else ()
     largest = max((layout.numel // workload.world_size for layout in layouts if layout.is_trained), default=0)
     for tier, num_scratch in scratch:
         nbytes = 4 * num_scratch * min(STEP_BLOCK[tier], largest)
@@ -190,38 +174,27 @@ def _traffic(
     """Return what moves; weights that are gathered within a budget are gathered again for the backward pass."""
     world_size, passes = workload.world_size, 1 if config.gathered_budget is None else 2
     coded = _CODED_STATES * (_update(workload)[0].num_scratch(torch.device("cpu")) > 0)
-    gathered = exposed = reduced = to_device = to_host = refreshed = stepped = on_host = count = 0
+    moved: Counter[str] = Counter()
     for layout, place in zip(layouts, places, strict=True):
         shard = layout.numel // world_size
         narrow, wide = layout.dtype.itemsize, layout.master_dtype.itemsize
-        gathered += passes * layout.nbytes * (not place.is_resident(is_alone=world_size == 1))
-        count += passes * (not place.is_resident(is_alone=world_size == 1)) + layout.is_trained
-        to_device += passes * narrow * shard * (place.param_tier is Tier.SLOW)
+        times = passes * (not place.is_resident(is_alone=world_size == 1))
+        moved["gathered"] += times * layout.nbytes
+        moved["collectives"] += times + layout.is_trained
+        moved["to_device"] += passes * narrow * shard * (place.param_tier is Tier.SLOW)
         if not layout.is_trained:
             continue
-        exposed += layout.nbytes * (not place.is_sharded)
-        reduced += layout.numel * max(narrow, config.reduce_dtype.itemsize)
+        moved["exposed"] += layout.nbytes * (not place.is_sharded)
+        moved["reduced"] += layout.numel * max(narrow, config.reduce_dtype.itemsize)
         if place.optim_tier is Tier.FAST:
-            stepped += shard
+            moved["stepped"] += shard
             continue
-        on_host += round(shard * (1 + coded + _COPIED_WEIGHTS * place.steps_copies(layout)))
+        moved["stepped_on_host"] += round(shard * (1 + coded + _COPIED_WEIGHTS * place.steps_copies(layout)))
         sent = slow_gradient_dtype(layout, config).itemsize
-        to_host += shard * min(sent, narrow if world_size == 1 else wide)
-        refreshed += narrow * shard * (place.param_tier is Tier.FAST)
-    return Traffic(
-        gathered=gathered,
-        reduced=reduced,
-        exposed=exposed,
-        to_device=to_device,
-        to_host=to_host,
-        refreshed=refreshed,
-        collectives=count,
-        hooks=2 * sum(len(layout.slots) for layout in layouts),
-        threaded=True,
-        copied=reduced * (world_size > 1),
-        stepped=stepped,
-        stepped_on_host=on_host,
-    )
+        moved["to_host"] += shard * min(sent, narrow if world_size == 1 else wide)
+        moved["refreshed"] += narrow * shard * (place.param_tier is Tier.FAST)
+    hooks = 2 * sum(len(layout.slots) for layout in layouts)
+    return Traffic(**moved, hooks=hooks, threaded=True, copied=moved["reduced"] * (world_size > 1))
 
 
 def _moving(whole: Sequence[int], sent: Sequence[int]) -> list[int]:
@@ -238,9 +211,7 @@ def _units(layouts: Sequence[ChunkLayout], weights: Sequence[Weight]) -> dict[st
     blocks: dict[str, set[int]] = defaultdict(set)
     others: dict[str, set[int]] = defaultdict(set)
     for weight in weights:
-        if weight.block:
-            blocks[weight.block].add(chunk_of[weight.name])
-        else:
-            others[weight.name.rpartition(".")[0]].add(chunk_of[weight.name])
+        units, key = (blocks, weight.block) if weight.block else (others, weight.name.rpartition(".")[0])
+        units[key].add(chunk_of[weight.name])
     largest = max(others.values(), key=lambda unit: sum(layouts[index].nbytes for index in unit), default=set())
     return {**blocks, "": largest}

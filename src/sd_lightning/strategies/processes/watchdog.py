@@ -172,13 +172,13 @@ class Watchdog(threading.Thread):
         link.connection.close()
 
     def _hear(self, link: Link, message: Message) -> None:
-        raise NotImplementedError
+        """Handle a message of another rank."""
 
     def _lose(self, link: Link) -> None:
-        raise NotImplementedError
+        """Handle the end of a connection."""
 
     def _beat(self) -> None:
-        raise NotImplementedError
+        """Send heartbeats."""
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a heartbeat tells of this process."""
@@ -191,7 +191,7 @@ class Watchdog(threading.Thread):
         }
 
     def _judge(self, now: float) -> Cause | None:
-        raise NotImplementedError
+        """Return why the run has to end; None if it goes on."""
 
     def _settle(self, cause: Cause) -> None:
         """Wait, for a limited time, until other ranks are ready for this one to end."""

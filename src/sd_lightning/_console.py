@@ -20,6 +20,7 @@ _ADVICE = (
     r".*not be a power of 2.*",
     r".*torch\.distributed\.[\w.]+`? is deprecated.*",  # DeepSpeed's calls, and Lightning's
     r"Image size \(\d+ pixels\) exceeds limit.*",  # such images are reported as bad samples
+    r"Mismatch dtype between input and weight.*",  # of norms whose result is float32
     r".*overridden `on_after_batch_transfer` in `LightningModule`.*",  # intended: the datamodule has the "before" hook
 )
 

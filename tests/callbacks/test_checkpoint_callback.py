@@ -54,6 +54,28 @@ def test_frozen_parts_are_stored_once_and_trained_ones_in_every_checkpoint(run_d
     assert not (run_dir / "frozen" / trained).exists()
 
 
+def test_frozen_parts_are_as_they_were_read_although_encoders_are_cast_and_freed(tmp_path: Path) -> None:
+    def parts(resume: Path | None = None) -> tuple[Any, ...]:
+        module = small.module(train_text_encoder=False, encoder_dtype="bfloat16")
+        return module, small.data(), PortableCheckpoint(tmp_path, every_n_steps=0, resume=resume)
+
+    file = tmp_path / "frozen/vae/diffusion_pytorch_model.safetensors"
+    module, data, saving = parts()
+    trainer = small.fit(module, data, 1, saving)
+    written = file.read_bytes()
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, data)  # the encoders are in bfloat16 by now
+    assert file.read_bytes() == written and saving.last_saved == checkpoint_path(tmp_path, 2)
+    shutil.rmtree(tmp_path / "frozen")  # as on another machine
+    module, data, saving = parts(saving.last_saved)
+    small.fit(module, data, 3, saving)
+    assert file.read_bytes() == written
+    module.encoder.is_idle = True
+    module.encoder.to(torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"vae\..* has no values in memory.*from_pretrained"):
+        module.latent_diffusion.save_pretrained(tmp_path / "other")
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle_or_an_archive(run_dir: Path) -> None:
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     files.remove(run_dir / ".sd_lightning")

@@ -14,6 +14,7 @@ from composing import Compose
 from sd_lightning import AutoStrategy, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import check_optimizer
 from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.callbacks import EMA
 from sd_lightning.models.lora import Lora
 from sd_lightning.planner.devices import DTYPES, Device
 from sd_lightning.strategies import presets
@@ -73,6 +74,22 @@ def test_schedule_free_is_at_its_average_between_steps() -> None:
     assert torch.equal(weight, seen.after[-1])
     optimizer.train()
     assert not torch.equal(weight, seen.after[-1]), "gradients are taken elsewhere"
+
+
+def test_schedule_free_averages_and_validates_amid_accumulation() -> None:
+    pytest.importorskip("schedulefree")
+
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        lora = Lora(base="int8", rank=2)
+        module = small.module(lora=lora, train_text_encoder=False, optimizer=partial(schedule_free_adamw, lr=1e-2))
+        ema = EMA(0.5)
+        small.fit(module, small.data(), 4, ema, accumulate_grad_batches=2, **options)
+        return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+    whole = trained(limit_val_batches=0)
+    for interval in (1, 2, 3):
+        validated = trained(val_check_interval=interval, limit_val_batches=1)
+        assert max((validated[name] - whole[name]).abs().max() for name in whole) < 1e-6
 
 
 def test_they_need_whole_weights() -> None:

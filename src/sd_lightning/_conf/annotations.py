@@ -31,7 +31,7 @@ _VALUES = {
     "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {
-        "zero1": "deepspeed_zero1",
+        **{f"zero{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
         "deepspeed": "deepspeed_zero2",
         **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
     },

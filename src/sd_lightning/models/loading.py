@@ -73,7 +73,7 @@ class PipelineParts:
     originals: dict[str, DeferredWeights] = field(default_factory=dict)
     """The files of networks that were quantised to train adapters on them, for pipelines that are exported."""
     defer_denoiser: Callable[[], tuple[nn.Module, Component, DeferredWeights]] | None = None
-    """Defers a denoiser that is in memory again; None if no file has its weights."""
+    """Defers a denoiser that is in memory again; None if no files have its weights."""
 
     def __post_init__(self) -> None:
         self.pipeline_options = {**self.family.pipeline_options, **self.pipeline_options}
@@ -153,7 +153,7 @@ def load_parts(
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
-    unread_again: list[Callable[[], Any]] = []
+    unread: dict[str, Callable[[], tuple[nn.Module, Component, DeferredWeights]]] = {}
     bases: dict[Path, dict[str, list[float]]] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
@@ -164,7 +164,12 @@ def load_parts(
         for file in files:
             bases[file] = check_settings(file)
             _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
-    adapters = _readable_adapters(on_meta, files) if files and deferred else None
+    adapters = _readable_adapters(on_meta, files) if files else None
+
+    def defer(name: str, component: Component) -> tuple[nn.Module, Component, DeferredWeights]:
+        network, described, stored = defer_network(component, root / name, variant=variant)
+        compare_bases(bases, root, name, network, stored)
+        return network, described, stored if adapters is None else stored.with_adapters(adapters[name])
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
@@ -177,28 +182,26 @@ def load_parts(
                     "of weights in floating point; give the pipeline that it was made from, with quantization=int8"
                     + (", or move that file away" if lora is None else "")
                 )
-            network, described, unread = defer_int8_network(component, root / name, int8, family, variant=variant)
+            network, described, stored = defer_int8_network(component, root / name, int8, family, variant=variant)
             if name in family.named(deferred):
-                weights[name] = unread
+                weights[name] = stored
             else:
-                unread.fill_(network, torch.device("cpu"))
+                stored.fill_(network, torch.device("cpu"))
             return network, described
-        if name in family.named(deferred) and (not files or adapters is not None):
-            network, described, unread = defer_network(component, root / name, variant=variant)
-            compare_bases(bases, root, name, network, unread)
-            weights[name] = unread.with_adapters(adapters[name]) if adapters is not None else unread
-            return network, described
+        if not files or adapters is not None:
+            unread[name] = partial(defer, name, component)
+            if name in family.named(deferred):
+                network, described, weights[name] = unread[name]()
+                return network, described
         network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
         compare_bases(bases, root, name, network, None)
-        if name == family.denoiser and not files:
-            unread_again.append(partial(defer_network, component, root / name, variant=variant))
         for weight, several in adapters[name].items() if adapters is not None else ():
             for each in several:
                 each.add_(network.get_parameter(weight).data.view(-1), 0)
         return network, described
 
     parts = _from_folder(root, load)
-    parts.deferred, parts.defer_denoiser = weights, next(iter(unread_again), None)
+    parts.deferred, parts.defer_denoiser = weights, unread.get(parts.family.denoiser)
     for file in files if adapters is None else ():
         _merge_adapters(parts, file)
     return parts
@@ -219,8 +222,9 @@ def save_parts(parts: PipelineParts, folder: Path, *, skip: Sequence[str]) -> No
     names = [name for name, each in written.items() if adapted_weights(each) or int8_config(each) is None]
     if names:
         raise UsageError(
-            f"LatentDiffusion.save_pretrained: {', '.join(names)} is quantised, with LoRA on top or for it; take the "
-            "folder pipeline/ of a checkpoint, or save the model with LoRA first, then load and quantize_ it"
+            f"LatentDiffusion.save_pretrained: {', '.join(names)} is quantised, with LoRA on top or for it; after a "
+            "training give the trainer PortableCheckpoint(run_dir) among its callbacks, and take the folder pipeline/ "
+            "of its checkpoint; otherwise save the model with LoRA first, then load and quantize_ it"
         )
     family = parts.family
     folder.mkdir(parents=True, exist_ok=True)
@@ -434,6 +438,11 @@ def _misfit(who: str, why: str) -> UsageError:
 def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:
     """Raise if an engine has freed the memory of weights."""
     for name, tensor in state.items():
+        if tensor.is_meta:
+            raise UsageError(
+                f"save_pretrained: {network}.{name} has no values in memory, as nothing needs them in this run; load "
+                "the pipeline again with LatentDiffusion.from_pretrained"
+            )
         if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UsageError(
                 f"save_pretrained: {network}.{name} is in shards of the training strategy; use the folder pipeline/ of "

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
-from sd_lightning.quantization.base import Base, quantize_base_
+from sd_lightning.quantization.base import Base, fill_base_, original_shape, quantize_base_
 from sd_lightning.quantization.int8 import row_reader
-from sd_lightning.quantization.layers import Int8Conv2d, Part
+from sd_lightning.quantization.layers import Int8Conv2d, Part, int8_layers
 from sd_lightning.quantization.tensor_parallel import check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
@@ -79,8 +79,8 @@ class Lora:
     def __post_init__(self) -> None:
         if self.base not in (None, *get_args(Base)):
             raise UsageError(f"lora got base={self.base}; expected int8, nf4 or null; write base=nf4")
-        if self.rank < 1:
-            raise UsageError(f"lora got rank={self.rank}; expected at least 1; write lora.rank=4")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise UsageError(f"lora got rank={self.rank!r}; expected at least 1, a whole number; write lora.rank=4")
         if self.alpha is not None and not self.alpha > 0:
             raise UsageError(f"lora got alpha={self.alpha}; expected a number above 0; write lora.alpha={self.rank}")
         if not 0 <= self.dropout < 1:
@@ -95,10 +95,14 @@ class Lora:
         """``alpha``, or ``rank`` if it is not given."""
         return self.rank if self.alpha is None else self.alpha
 
-    def quantize_base_(self, denoiser: nn.Module, deferred: DeferredWeights | None = None) -> None:
+    def quantize_base_(self, denoiser: nn.Module, files: DeferredWeights | None = None) -> None:
         """Quantise the denoiser to ``base``, if that is given, before it gets adapters; see ``quantization.base``."""
         if self.base is not None:
-            quantize_base_(denoiser, self.base, blocks=repeated_blocks(denoiser).values(), deferred=deferred)
+            quantize_base_(denoiser, self.base, blocks=repeated_blocks(denoiser).values())
+            if files is not None:
+                fill_base_(denoiser, files)
+                quantised = {f"{name}.weight" for name, _ in int8_layers(denoiser)}
+                files.fill_(denoiser, torch.device("cpu"), skip=quantised)
 
     def apply_(self, networks: Mapping[str, nn.Module]) -> None:
         """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
@@ -164,19 +168,16 @@ class Lora:
         # peft wraps a layer that has adapters already.
         targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
-        if self.use_dora:  # peft reads a convolution's weight as it is
-            wrong += [
-                f"{k} is quantised, and DoRA's has to be linear then"
-                for k, m in targets.items()
-                if isinstance(m, Int8Conv2d)
-            ]
+        quantised = [k for k, m in targets.items() if self.use_dora and isinstance(m, Int8Conv2d)]
+        wrong += [f"{k} is a quantised convolution, and DoRA reads its weight" for k in quantised]
         if wrong or not targets:
             setting = self._setting(name)
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
             examples = ", ".join(ending for ending in list(dict.fromkeys(linear))[:4] if not ending.isdecimal())
             raise UsageError(
                 f"lora.{setting}={list(self._targets(name))}: {wrong[0] if wrong else 'no layer has such a name'}; "
-                f"expected endings of the names of linear or convolutional layers of {name}, e.g. {examples}"
+                f"expected endings of the names of linear {'' if quantised else 'or convolutional '}layers of {name}, "
+                f"e.g. {examples}"
             )
 
     @staticmethod
@@ -245,17 +246,17 @@ def on_host(network: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def begin_magnitudes_(network: nn.Module, deferred: DeferredWeights) -> None:
-    """Set the magnitudes of DoRA to the norms of rows that are still in files, a few of which are read at a time."""
+def begin_magnitudes_(network: nn.Module, files: DeferredWeights) -> None:
+    """Set the magnitudes of DoRA to the norms of rows in files, a few of which are read at a time."""
     for name, layer in network.named_modules():
         if _ADAPTER in getattr(layer, _MAGNITUDE, ()):
-            weight: Tensor = layer.base_layer.weight
-            rows = row_reader(weight, deferred, f"{name}.base_layer.weight")
+            weight = torch.empty(original_shape(layer.base_layer), device="meta")
+            rows = row_reader(weight, files, f"{name}.base_layer.weight")
             blocks = Part.of(weight.shape, 0, [(0, len(weight))]).blocks(rows, weight[0].numel())
             norms = torch.cat([torch.linalg.vector_norm(block, dim=1) for _, block in blocks])
             magnitude: Tensor = getattr(layer, _MAGNITUDE)[_ADAPTER].weight
             magnitude.copy_(norms.view_as(magnitude))
-    deferred.close()
+    files.close()
 
 
 def is_adapter(key: str) -> bool:
@@ -278,6 +279,11 @@ def adapter_keys(network: str, component: Component, names: Iterable[str]) -> di
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
     """Map plain names, as in weight files, to names in memory; adapters are left out."""
     return {key.replace(".base_layer.", "."): key for key in keys if not is_adapter(key)}
+
+
+def weight_names(network: nn.Module) -> dict[str, str]:
+    """Map the plain names of a network's weights, those of a quantised base too, to their names in memory."""
+    return plain_names([*network.state_dict(keep_vars=True), *(f"{key}.weight" for key, _ in int8_layers(network))])
 
 
 def freeze_unused(network: nn.Module, unused: Iterable[str]) -> None:
@@ -429,10 +435,6 @@ class LoraFile:
             live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
             for adapter, key in adapter_keys(name, component, live).items():
                 live_tensor = store.streamed(prefix + adapter)
-                average = f"ema/{name}.{adapter}"
-                if is_magnitude(adapter) and average in store:  # the file's are scaled for the original weights
-                    scaled = tensors[key].read() / store.streamed(average).read()
-                    live_tensor = StreamedTensor.of(live_tensor.read() * scaled)
                 tensors[key] = _scaled(live_tensor, scale) if ".lora_B." in key else live_tensor
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 

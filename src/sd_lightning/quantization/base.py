@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from sd_lightning._errors import UsageError
 from sd_lightning.quantization.int8 import EXCLUDED, matches, row_reader
 from sd_lightning.quantization.layers import (
     INT8_CLASSES,
-    Int8Layer,
     Int8Linear,
     Rows,
     int8_layers,
@@ -51,7 +50,7 @@ class NF4Linear(Int8Linear):
         # A row per block: on CPUs bitsandbytes 0.50 mistakes the blocks of rows that do not end with one.
         shape = (len(self.weight_scale), _BLOCK)
         op = torch.ops.bitsandbytes.dequantize_4bit.default
-        weight: Tensor = op(self.weight, self.weight_scale, _BLOCK, "nf4", shape, dtype)
+        weight: Tensor = op(self.weight.contiguous(), self.weight_scale, _BLOCK, "nf4", shape, dtype)
         return weight.view(self.out_features, self.in_features)
 
     def for_one_call(self, dtype: torch.dtype) -> Tensor:
@@ -61,47 +60,48 @@ class NF4Linear(Int8Linear):
         return super().extra_repr().replace("int8", "nf4")
 
 
-def quantize_base_(
-    network: nn.Module, base: Base, *, blocks: Collection[nn.Module], deferred: DeferredWeights | None = None
-) -> None:
+def quantize_base_(network: nn.Module, base: Base, *, blocks: Collection[nn.Module]) -> None:
     """Quantise a network that stays frozen, in place; call :func:`hide_base_` once it has its adapters.
 
     "nf4" is for linear layers of repeated blocks (with a multiple of 64 values); convolutions, embeddings and what is
-    outside of blocks become int8.
+    outside of blocks become int8. Layers on the meta device get their values from :func:`fill_base_`.
 
     Args:
-        network: The network; on the meta device, without ``deferred``, its layers get no values.
+        network: The network.
         base: "int8" or "nf4".
         blocks: The network's repeated blocks.
-        deferred: Its weights, if they are still in files: they are read onto the host a few rows at a time, so that no
-            weight that is quantised is in memory whole in floating point.
 
     Raises:
         UsageError: The network is quantised already, or a weight is not finite.
     """
     refuse_quantised(network, f"base={base}")
     in_blocks = {id(part) for block in blocks for part in block.modules()}
-    chosen = {
-        name: layer
-        for name, layer in network.named_modules()
-        if type(layer) in INT8_CLASSES and getattr(layer, "max_norm", None) is None and not matches(EXCLUDED, name)
-    }
-    for name, layer in chosen.items():
-        weight: Tensor = layer.weight
+    for name, layer in list(network.named_modules()):
+        if type(layer) not in INT8_CLASSES or getattr(layer, "max_norm", None) is not None or matches(EXCLUDED, name):
+            continue
+        weight: Any = layer.weight
         is_nf4 = base == "nf4" and type(layer) is nn.Linear and id(layer) in in_blocks and weight.numel() % _BLOCK == 0
-        if weight.is_meta and deferred is None:
-            quantized, scale = _empty(weight, is_nf4=is_nf4)
-        else:
-            rows = row_reader(weight, deferred, f"{name}.weight")
-            quantized, scale = (_quantize_nf4 if is_nf4 else quantize_rows)(weight.shape, rows)
-        if not scale.is_meta and not torch.isfinite(scale).all():
-            raise UsageError(f"base={base}: {name}.weight holds NaN or infinite values; load the weights again")
-        new = to_int8(layer, quantized, scale, kernel="weight_only", threshold=0.0)
+        values = _empty(weight, is_nf4=is_nf4) if weight.is_meta else _quantized(name, weight, None, is_nf4=is_nf4)
+        new = to_int8(layer, *values, kernel="weight_only", threshold=0.0)
         if is_nf4:
             new.__class__ = NF4Linear
-    if deferred is not None:
-        deferred.fill_(network, torch.device("cpu"), skip={f"{name}.weight" for name in chosen})
     network.requires_grad_(False)
+
+
+def fill_base_(network: nn.Module, files: DeferredWeights) -> None:
+    """Quantise weights that are in files, for the quantised layers of a network that are on the meta device.
+
+    They are read onto the host a few rows at a time, so that none is in memory whole in floating point.
+
+    Raises:
+        UsageError: A weight is not finite.
+    """
+    for name, layer in int8_layers(network):
+        if layer.weight.is_meta:
+            weight = torch.empty(original_shape(layer), device="meta")
+            values = _quantized(name, weight, files, is_nf4=isinstance(layer, NF4Linear))
+            layer.weight, layer.weight_scale = values
+    files.close()
 
 
 def hide_base_(network: nn.Module) -> None:
@@ -110,9 +110,10 @@ def hide_base_(network: nn.Module) -> None:
         layer._non_persistent_buffers_set.update(("weight", "weight_scale"))
 
 
-def original_shape(layer: Int8Layer) -> tuple[int, ...]:
-    """Return the shape of a layer's weight before it was quantised."""
-    return (layer.out_features, layer.in_features) if isinstance(layer, NF4Linear) else tuple(layer.weight.shape)
+def original_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a layer's weight, before it was quantised if it is."""
+    weight: Any = layer.weight
+    return (layer.out_features, layer.in_features) if isinstance(layer, NF4Linear) else tuple(weight.shape)
 
 
 def base_bytes(network: nn.Module) -> int:
@@ -125,6 +126,16 @@ def _empty(weight: Tensor, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
         return torch.empty_like(weight, dtype=torch.int8), torch.empty(weight.shape[0], device=weight.device)
     packed = torch.empty(weight.numel() // 2, 1, dtype=torch.uint8, device=weight.device)
     return packed, torch.empty(weight.numel() // _BLOCK, device=weight.device)
+
+
+def _quantized(name: str, weight: Tensor, files: DeferredWeights | None, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
+    """Quantise the weight of a layer, or what files have of it."""
+    rows = row_reader(weight, files, f"{name}.weight")
+    quantized, scale = (_quantize_nf4 if is_nf4 else quantize_rows)(weight.shape, rows)
+    if not torch.isfinite(scale).all():
+        plain = name.replace(".base_layer", "")
+        raise UsageError(f"the quantised base: {plain}.weight holds NaN or infinite values; load the weights again")
+    return quantized, scale
 
 
 def _quantize_nf4(shape: torch.Size, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -71,9 +71,10 @@ class DeferredWeights:
         """Return the same weights for a network whose parameters have been renamed.
 
         Args:
-            names: Old name -> new name, for all of them.
+            names: Old name -> new name; others are left out.
         """
-        return DeferredWeights(self._store, {names[name]: key for name, key in self._keys.items()}, self._adapters)
+        keys = {names[name]: key for name, key in self._keys.items() if name in names}
+        return DeferredWeights(self._store, keys, self._adapters)
 
     def with_adapters(self, adapters: Mapping[str, Sequence[Adapter]]) -> DeferredWeights:
         """Return the same weights with adapters, by the weights' names in the network, merged in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
@@ -67,7 +68,8 @@ def prodigy(
     cls = require("prodigyopt", extra="optimizers", who="optimizer=prodigy").Prodigy
     options = {"d_coef": d_coef, "use_bias_correction": use_bias_correction, "slice_p": slice_p}
     options |= {"weight_decay": weight_decay, "safeguard_warmup": safeguard_warmup}
-    optimizer: Optimizer = cls(params, lr=lr, betas=tuple(betas), **options)
+    with redirect_stdout(None):  # it prints that weight decay is decoupled
+        optimizer: Optimizer = cls(params, lr=lr, betas=tuple(betas), **options)
     return optimizer
 
 

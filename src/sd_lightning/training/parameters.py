@@ -13,7 +13,7 @@ from torch import nn
 from sd_lightning._launchers import is_first_process
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
-from sd_lightning.models.lora import Lora, begin_magnitudes_, freeze_unused, plain_names
+from sd_lightning.models.lora import Lora, begin_magnitudes_, freeze_unused, plain_names, weight_names
 from sd_lightning.models.meta import unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
@@ -21,8 +21,8 @@ from sd_lightning.storage.deferred_weights import DeferredWeights
 
 log = logging.getLogger(__name__)
 
-_COMPARED = 4
-"""Values of each weight, at most, that tell whether it is that of the files."""
+_SAME = 1e-5
+"""Relative difference of weights that are those of the files, with adapters added in another order."""
 
 
 def choose_trained(
@@ -44,23 +44,26 @@ def choose_trained(
         denoiser = model.family.denoiser
         if lora.base is not None:
             originals = model.deferred.get(denoiser) or _files_of(model)
-            lora.quantize_base_(model.denoiser, model.deferred.pop(denoiser, None))
+            lora.quantize_base_(model.denoiser)
             if originals is not None:
                 model.originals[denoiser] = originals
             elif is_first_process() and not any(p.is_meta for p in model.denoiser.parameters()):
                 log.warning(
                     "base=%s: no file has the weights of %s as they are, so exports will have what quantisation leaves "
-                    "of them; for the original ones train on a folder that save_pretrained or export merge_lora=true "
-                    "has written",
+                    "of them; for the original ones train on a folder of save_pretrained, or of sd_lightning.export "
+                    "with merge_lora=true",
                     *(lora.base, denoiser),
                 )
         lora.apply_(adapted)
-        for weights in (model.deferred, model.originals):
-            for name in adapted.keys() & weights.keys():
-                weights[name] = weights[name].renamed(plain_names(adapted[name].state_dict()))
-        for name in adapted.keys() & model.deferred.keys() if lora.use_dora else ():
-            begin_magnitudes_(adapted[name], model.deferred[name])
         hide_base_(model.denoiser)
+        for name, network in adapted.items():
+            if name in model.originals:
+                model.originals[name] = model.originals[name].renamed(weight_names(network))
+            if name in model.deferred:  # without the base, which `setup` of the module reads
+                model.deferred[name] = model.deferred[name].renamed(plain_names(network.state_dict()))
+            files = model.originals.get(name) or model.deferred.get(name)
+            if lora.use_dora and files is not None:
+                begin_magnitudes_(network, files)
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
     freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))
@@ -75,8 +78,10 @@ def _files_of(model: LatentDiffusion) -> DeferredWeights | None:
     _, _, files = model.defer_denoiser()
     with closing(files):
         for name, weight in model.denoiser.named_parameters():
-            values = weight.detach().reshape(-1)[:_COMPARED].cpu()
-            if not torch.equal(files.first(name, len(values)).to(values.dtype), values):
+            ours = weight.detach().cpu()
+            theirs = torch.empty_like(ours)
+            files.read(name, theirs)
+            if torch.dist(ours, theirs) > _SAME * theirs.norm():
                 return None
     return files
 

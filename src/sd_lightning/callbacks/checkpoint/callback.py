@@ -113,8 +113,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self._rotation = _Rotation()
         self._saved_callbacks: str | None = None
         self._is_later_fit = False
-        self._has_frozen = False
-        """Whether the frozen parts in the run's folder are of this fit."""
+        self._has_frozen_of: pl.LightningModule | None = None
+        """The module whose frozen parts are in the run's folder, if a fit has written them."""
 
     @property
     def last_saved(self) -> Path | None:
@@ -149,9 +149,10 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.is_global_zero and isinstance(pl_module, PipelineModule):
             self._record.frozen |= pipeline.fingerprints(pl_module)
             pipeline.write_frozen_weights(self.run_dir, pl_module)
-            self._has_frozen = not checkpoint.all_checkpoints(self.run_dir)  # else they may be another run's
-            if self._has_frozen:
+            are_missing = not (self.run_dir / "frozen").exists()
+            if are_missing or not checkpoint.all_checkpoints(self.run_dir):  # else they may be another run's
                 pipeline.write_frozen_parts(self.run_dir, pl_module)
+                self._has_frozen_of = pl_module
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore.check_schedulers(trainer)
@@ -270,7 +271,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if not goes_on and start is not None:  # a Lightning file does not name its run
             goes_on = runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
         writer.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
-        has_frozen = self._has_frozen or (self.restored is not None and runs.holds(self.run_dir, self.restored))
+        has_frozen = self._has_frozen_of is pl_module
+        has_frozen |= self.restored is not None and runs.holds(self.run_dir, self.restored)
         writer.prepare_folder(trainer, pl_module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
 
     def check_resume(self, pl_module: pl.LightningModule, datamodule: ResumableData) -> None:

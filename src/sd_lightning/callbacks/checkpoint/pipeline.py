@@ -25,7 +25,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, is_magnitude, merge, plain_names
+from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, is_magnitude, merge, weight_names
 from sd_lightning.quantization.base import original_shape
 from sd_lightning.quantization.layers import Int8Layer, int8_layers
 from sd_lightning.storage import atomic, checkpoint
@@ -125,8 +125,7 @@ def fingerprints(module: PipelineModule) -> dict[str, str]:
     digests = {}
     for name, network in model.networks.items():
         if base := dict(int8_layers(network)):
-            originals = model.originals.get(name)
-            digests[f"{name} {'as' if originals is None else 'before it is'} quantised"] = _base_digest(base, originals)
+            digests[f"{name}'s base"] = _base_digest(base, model.originals.get(name))
         weights = {k: p for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
         dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
         is_float32 = dtypes == ["float32"]
@@ -226,16 +225,11 @@ def write_frozen_parts(run_dir: Path, module: PipelineModule) -> None:
     with checkpoint.naming_full_disk(run_dir, 0), atomic.new_folder(run_dir / "frozen") as tmp:
         model.save_pretrained(tmp, skip=tuple(networks))
         for name, files in model.originals.items():
-            plain = _names(networks[name])
+            plain = weight_names(networks[name])
             keys = model.components[name].file_keys(plain)
             with closing(files):
                 path = tmp / name / model.components[name].weights_file
                 write_streamed(path, {keys[key]: files.streamed(live) for key, live in plain.items()})
-
-
-def _names(network: nn.Module) -> dict[str, str]:
-    """Map the plain names of a network's weights, those of a quantised base too, to their names in memory."""
-    return plain_names([*network.state_dict(keep_vars=True), *(f"{key}.weight" for key, _ in int8_layers(network))])
 
 
 def write_pipeline(run_dir: Path, tmp: Path, module: PipelineModule, *, averaged: bool) -> dict[str, str]:
@@ -311,7 +305,7 @@ class _Weights:
         # Names and shapes of what Gemini has in chunks.
         self.state: Mapping[str, Tensor] = network.state_dict(keep_vars=True)
         self._base = {f"{key}.weight": layer for key, layer in int8_layers(network)}
-        self.plain = _names(network)
+        self.plain = weight_names(network)
         self.keys = component.file_keys(self.plain)
         shared = run_dir / "frozen" / name / component.weights_file
         stored = file_tensors(shared) if shared.exists() else {}
@@ -331,17 +325,8 @@ class _Weights:
             return StreamedTensor.of(values, torch.float32, original_shape(layer))
         return StreamedTensor.of(self._kept(key))
 
-    def load(self, key: str) -> Tensor:
-        """Return a whole tensor; of DoRA the magnitudes for the original weights.
-
-        They begin as the norms of the quantised rows, so they are scaled by what quantisation changed of these.
-        """
-        values, base = self.source(key).read(), f"{key.partition('.lora_')[0]}.base_layer.weight"
-        if not is_magnitude(key) or base not in self._base:
-            return values
-        quantised = self._base[base].dequantized(torch.float32).cpu()
-        norms = (torch.linalg.vector_norm(rows.float(), dim=1) for rows in (self.load(base), quantised))
-        return values * torch.div(*norms).nan_to_num_(1.0, 1.0)
+    def read(self, key: str) -> Tensor:
+        return self.source(key).read()
 
     def last_row(self, key: str) -> Tensor:
         if not self.is_trained(key):
@@ -356,7 +341,7 @@ class _Weights:
         use_dora = any(map(is_magnitude, self.state))
         return {
             key: StreamedTensor.of(
-                partial(merge, key, scale, self.load, use_dora=use_dora), source.dtype, tuple(source.shape)
+                partial(merge, key, scale, self.read, use_dora=use_dora), source.dtype, tuple(source.shape)
             )
             for key, scale in adapted_weights(network).items()
             for source in [self.source(key)]
@@ -371,7 +356,7 @@ class _Weights:
         return {f"{name}.{key}": [float(f"{value:.5g}") for value in values] for key, values in first.items()}
 
     def adapters(self) -> dict[str, Tensor]:
-        return {key: self.load(key) for key in self.state if is_adapter(key)}
+        return {key: self.read(key) for key in self.state if is_adapter(key)}
 
     def _kept(self, key: str) -> Tensor:
         """Return a frozen weight or a buffer: neither is in the store."""

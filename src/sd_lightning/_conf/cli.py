@@ -23,6 +23,7 @@ from sd_lightning._conf.command_line import (
     with_words_as_settings,
 )
 from sd_lightning._conf.messages import check_additions, check_choices, explain, unreadable
+from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
 
@@ -196,7 +197,8 @@ class _StderrHandler(logging.Handler):
 
 
 def log_to_console() -> None:
-    """Show this package's log messages on stderr; only warnings on ranks other than 0."""
+    """Show this package's log messages on stderr, only warnings on ranks other than 0, and no advice of libraries."""
+    quiet_libraries()
     package_log = logging.getLogger("sd_lightning")
     if not package_log.handlers:
         handler = _StderrHandler()

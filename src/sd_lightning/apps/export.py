@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from sd_lightning import _conf
-from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
@@ -110,7 +109,6 @@ class Model:
 
 def run(cfg: DictConfig) -> int:
     """Export a model; the output folder is written under a temporary name and renamed when complete."""
-    quiet_libraries()
     request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)

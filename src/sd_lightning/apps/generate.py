@@ -12,7 +12,6 @@ from PIL import Image
 
 from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
-from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process, local_rank, sees_own_gpus
 from sd_lightning.apps.pictures import write_pictures
@@ -107,7 +106,6 @@ class GenerationRequest(SamplingOptions):
 
 def run(cfg: DictConfig) -> int:
     """Draw the pictures, and write each with its settings in the metadata, and a grid of all."""
-    quiet_libraries()
     request: GenerationRequest = _conf.instantiate(cfg)
     only_save = request.save_to is not None and not request.prompts
     captions = [] if only_save else read_prompts(request.prompts)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.command_line import CommandLine
-from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import planning
 from sd_lightning.apps.plan_output import advice, calibration_table, gpu_record, record, table, timeline_record
@@ -66,7 +65,6 @@ def run(cfg: DictConfig) -> int:
     if cfg.action == "calibrate":
         return calibrate(cfg.output if "output" in _conf.overridden_keys() else None)
     started = time.perf_counter()
-    quiet_libraries()
     spec = RunSpec.of(cfg)
     check(spec)
     device, speeds = hardware_of(spec["gpu"])

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.encoding import StageProgress, Workers, num_workers, shares
 from sd_lightning.apps.run_spec import RunSpec
@@ -83,7 +82,6 @@ class Settings:
 
 def run(cfg: DictConfig) -> int:
     """Encode a data set, or do something else with a store."""
-    quiet_libraries()
     _check_action(cfg)
     if cfg.action == "prune":
         return prune(cfg.store, dry_run=cfg.dry_run, drop_texts=cfg.drop_texts)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
@@ -91,7 +90,6 @@ def _run(
                 uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3), step=step)
                 uploads.begin()
             return 0
-    quiet_libraries()
     if spec.left_to_planner():
         from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
 

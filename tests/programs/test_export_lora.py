@@ -167,8 +167,9 @@ def test_front_ends_get_one_file_of_the_adapters(format: str, cli: Any, run_dir:
         name, _, layer = key.partition(".")
         layer, _, part = layer.partition(".lora_")
         prefix = f"{'lora_te' if name == 'text_encoder' else 'lora_unet'}_{layer.replace('.', '_')}"
-        expected[f"{prefix}.lora_{'down' if part[0] == 'A' else 'up'}.weight"] = value.half()
-        expected[f"{prefix}.alpha"] = torch.tensor(float(RANK)).half()  # lora_up includes the scale
+        scaled = value if part[0] == "A" else value / (ALPHA / RANK)  # as it was trained
+        expected[f"{prefix}.lora_{'down' if part[0] == 'A' else 'up'}.weight"] = scaled.half()
+        expected[f"{prefix}.alpha"] = torch.tensor(ALPHA).half()
     assert small.same(load_file(tmp_path / "out/lora.safetensors"), expected)
     ours = LatentDiffusion.from_pretrained(newest(run_dir) / "pipeline")
     (theirs_at := tmp_path / "base").mkdir()

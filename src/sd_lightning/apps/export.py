@@ -27,7 +27,7 @@ from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
-from sd_lightning.models.lora_formats import front_end_tensors
+from sd_lightning.models.lora_formats import front_end_metadata, front_end_tensors
 from sd_lightning.models.pipeline_folder import parts_in, read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
 from sd_lightning.storage import atomic, checkpoint, far_runs, runs, streamed_tensor
@@ -272,12 +272,9 @@ def write_single_file(source: ExportSource, model: Model, folder: Path, request:
     _check_space(tensors.values(), request)
     components = {name: _with_defaults(networks[name].component) for name in (family.denoiser, "vae")}
     scheduler = read_json(source.pipeline / "scheduler" / "scheduler_config.json")
-    metadata = model_spec(
-        layout,
-        title=Path(request.output_dir).name,
-        prediction_type=scheduler.get("prediction_type", "epsilon"),
-        side=family.resolution(components),
-    )
+    title, prediction_type = Path(request.output_dir).name, scheduler.get("prediction_type", "epsilon")
+    networks_of = {name: network.component for name, network in networks.items()} | components
+    metadata, _ = model_spec(family, networks_of, title=title, prediction_type=prediction_type)
     write_streamed(folder / SINGLE_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
     _place_parts(source.pipeline, folder / "config", without_weights=index)
     for name, component in components.items():
@@ -292,10 +289,28 @@ def write_lora(source: ExportSource, model: Model, folder: Path, request: Export
     networks = {name: network.tensors for name, network in model.networks.items()}
     tensors = front_end_tensors(model.adapters, networks, family, request.front_end)
     _check_space(tensors.values(), request)
-    metadata = {"modelspec.sai_model_spec": "1.0.0", "modelspec.title": Path(request.output_dir).name}
+    components = {name: network.component for name, network in model.networks.items()}
+    components |= {name: _with_defaults(components[name]) for name in (family.denoiser, "vae")}
+    scheduler = read_json(source.pipeline / "scheduler" / "scheduler_config.json")
+    metadata = front_end_metadata(
+        model.adapters,
+        tensors,
+        family,
+        components,
+        title=_title(request),
+        prediction_type=scheduler.get("prediction_type", "flow"),
+        dtype=request.torch_dtype,
+    )
     write_streamed(folder / LORA_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
     if model.word is not None:
         atomic.hard_link(model.word, folder / WORD_NAME)
+
+
+def _title(request: ExportRequest) -> str:
+    """Return the name of the run; of a checkpoint or a pipeline in it, too."""
+    parts = [part for part in Path(request.run).parts if part not in ("pipeline", "checkpoints")]
+    names = [part for part in parts if not part.startswith("step-")] or parts or ["lora"]
+    return names[-1]
 
 
 def _with_defaults(component: Component) -> Component:

@@ -42,10 +42,10 @@ BASE = "sd_lightning_lora_base"
 BASE_VALUES = "sd_lightning_lora_base_values"
 """Key of the header: the first values of some of the weights that the adapters were trained on, by name."""
 _ADAPTER = "default"
-_MAGNITUDE = "lora_magnitude_vector"
-_KEY = re.compile(rf"(?P<network>\w+)\.(?P<layer>.+)\.(lora_[AB]\.weight|{_MAGNITUDE})")
+MAGNITUDE = "lora_magnitude_vector"
+_KEY = re.compile(rf"(?P<network>\w+)\.(?P<layer>.+)\.(lora_[AB]\.weight|{MAGNITUDE})")
 # Settings of peft that change the merge formula; only plain LoRA and DoRA are supported here.
-_OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
+OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
 # Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
 _PLAIN = {
     *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
@@ -249,12 +249,12 @@ def on_host(network: nn.Module) -> Iterator[None]:
 def begin_magnitudes_(network: nn.Module, files: DeferredWeights) -> None:
     """Set the magnitudes of DoRA to the norms of rows in files, a few of which are read at a time."""
     for name, layer in network.named_modules():
-        if _ADAPTER in getattr(layer, _MAGNITUDE, ()):
+        if _ADAPTER in getattr(layer, MAGNITUDE, ()):
             weight = torch.empty(original_shape(layer.base_layer), device="meta")
             rows = row_reader(weight, files, f"{name}.base_layer.weight")
             blocks = Part.of(weight.shape, 0, [(0, len(weight))]).blocks(rows, weight[0].numel())
             norms = torch.cat([torch.linalg.vector_norm(block, dim=1) for _, block in blocks])
-            magnitude: Tensor = getattr(layer, _MAGNITUDE)[_ADAPTER].weight
+            magnitude: Tensor = getattr(layer, MAGNITUDE)[_ADAPTER].weight
             magnitude.copy_(norms.view_as(magnitude))
     files.close()
 
@@ -266,14 +266,14 @@ def is_adapter(key: str) -> bool:
 
 def is_magnitude(key: str) -> bool:
     """Return whether a name in memory belongs to a magnitude of DoRA."""
-    return _MAGNITUDE in key
+    return MAGNITUDE in key
 
 
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
     keys = component.file_keys(names)
     file_keys = {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
-    return {name: key.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE) for name, key in file_keys.items()}
+    return {name: key.replace(f"{MAGNITUDE}.weight", MAGNITUDE) for name, key in file_keys.items()}
 
 
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
@@ -332,7 +332,7 @@ def merge(key: str, scale: float, read: Read, *, use_dora: bool = False) -> Tens
     """Return a weight, given its name in memory, with its adapter merged in."""
     layer = key.removesuffix("base_layer.weight")
     down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
-    magnitude = read(f"{layer}{_MAGNITUDE}.{_ADAPTER}.weight") if use_dora else None
+    magnitude = read(f"{layer}{MAGNITUDE}.{_ADAPTER}.weight") if use_dora else None
     return add_adapter(read(key), down, up, scale, magnitude)
 
 
@@ -346,6 +346,18 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitud
         return merged
     factor = magnitude.float().reshape(-1) / torch.linalg.vector_norm(merged.flatten(1), dim=1)
     return merged * factor.view(-1, *[1] * (merged.dim() - 1))
+
+
+def unscaled(up: Tensor, scale: float) -> Tensor:
+    """Return what :meth:`Lora.write` has multiplied by ``scale``, or what gives the same bits when multiplied."""
+    if scale == 1:
+        return up
+    values = up.float()
+    found = divided = values / scale
+    for infinity in (-torch.inf, torch.inf):  # one of the three, if the product was rounded once
+        near = torch.nextafter(divided, torch.full_like(divided, infinity))
+        found = torch.where(found * scale == values, found, near)
+    return torch.where(found * scale == values, found, divided).to(up.dtype)
 
 
 def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
@@ -429,7 +441,7 @@ class LoraFile:
 
     def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
         """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
-        tensors, scale = dict(self.tensors), float(self.metadata.get(SCALE, 1))
+        tensors, scale = dict(self.tensors), self.trained_scale
         for name, component in components.items():
             prefix = f"master/{name}."
             live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
@@ -461,19 +473,29 @@ class LoraFile:
             network, layer = (match["network"], match["layer"]) if match else ("", "")
             weight = networks.get(network, {}).get(f"{layer}.weight")
             down, up = (self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB")
-            magnitude = self.tensors.get(f"{network}.{layer}.{_MAGNITUDE}")
+            magnitude = self.tensors.get(f"{network}.{layer}.{MAGNITUDE}")
             if weight is None or down is None or up is None or not _fit(weight, down, up):
                 raise UsageError(
                     f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged or "
                     "converted; copy the file again, or write format=diffusers, which keeps it as it is"
                 )
             if ".lora_A." in key:
-                yield AdaptedLayer(network, layer, weight, down, up, self._scale(network), magnitude)
+                yield AdaptedLayer(network, layer, weight, down, up, self.scale_of(network), magnitude)
 
-    def _scale(self, network: str) -> float:
+    @property
+    def trained_scale(self) -> float:
+        """``alpha / rank`` of the training, which ``lora_B`` include."""
+        return float(self.metadata.get(SCALE, 1))
+
+    def scale_of(self, network: str) -> float:
+        """Return what scales ``lora_B @ lora_A`` of a network.
+
+        Raises:
+            UsageError: The file does not tell.
+        """
         try:
             settings = parse_json(self.metadata[METADATA])
-            if any(settings.get(f"{network}.{name}") for name in _OTHER_KINDS):
+            if any(settings.get(f"{network}.{name}") for name in OTHER_KINDS):
                 raise ValueError("they are not plain LoRA")
             return float(settings[f"{network}.lora_alpha"] / settings[f"{network}.r"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

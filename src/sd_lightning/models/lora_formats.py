@@ -1,29 +1,52 @@
-"""LoRA files for other front ends: kohya's format, with the layer names of each front end.
+"""LoRA files of other front ends: kohya's format, with the layer names of each front end.
 
 A layer has ``<name>.lora_down.weight``, ``<name>.lora_up.weight`` and ``<name>.alpha``; its output is scaled by
 ``alpha / rank``. ``<name>`` has underscores for dots, after ``lora_unet_`` for the denoiser, ``lora_te_`` for the text
-encoder, ``lora_te1_`` and ``lora_te2_`` if there are two.
+encoder, ``lora_te1_`` and ``lora_te2_`` if there are two. DoRA's magnitudes are ``<name>.dora_scale`` (O, 1, ...), as
+LyCORIS has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import Family
+from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.lora_names import FrontEnd
-from sd_lightning.models.lora import AdaptedLayer, LoraFile
-from sd_lightning.storage.streamed_tensor import StreamedTensor
+from sd_lightning.models.families.single_file import model_spec
+from sd_lightning.models.lora import MAGNITUDE, METADATA, OTHER_KINDS, SCALE, AdaptedLayer, LoraFile, unscaled
+from sd_lightning.storage.streamed_tensor import StreamedTensor, content_digest
+from sd_lightning.storage.untrusted import parse_json
 
 FILE_NAME = "lora.safetensors"
 
 Networks = Mapping[str, Mapping[str, StreamedTensor]]
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Shapes of weights (O, ...), by network and by the layer's name in weight files."""
 _Parts = Sequence[tuple[AdaptedLayer | None, int]]
 """The layers that a front end joins, each with its number of outputs; None for one without an adapter."""
+
+
+class LayerAdapter(NamedTuple):
+    """An adapter: ``alpha / rank * up @ down``, with rows flattened, is added to a weight (O, ...)."""
+
+    down: Tensor
+    """(R, ...)"""
+    up: Tensor
+    """(O, R, ...)"""
+    alpha: float
+    magnitude: Tensor | None = None
+    """DoRA's (O,)."""
+
+
+Adapters = dict[str, dict[str, LayerAdapter]]
+"""By network and by the layer's name in weight files."""
 
 
 def front_end_tensors(
@@ -32,7 +55,7 @@ def front_end_tensors(
     """Return adapters by the keys that a front end reads.
 
     Layers that are one in the front end become one adapter of the sum of their ranks, exactly: ``lora_up`` is
-    block-diagonal, with zeros for layers without adapters.
+    block-diagonal, with zeros for layers without adapters. ``alpha`` is that of the training.
 
     Args:
         file: The adapters.
@@ -44,29 +67,86 @@ def front_end_tensors(
         UsageError: The adapters do not fit the networks, are not plain LoRA, or the front end has no such layer.
     """
     groups: dict[str, _Parts] = {}
+    bases: dict[str, list[StreamedTensor]] = {}
     adapted = {(each.network, each.layer): each for each in file.layers(networks)}
-    if any(each.magnitude is not None for each in adapted.values()):
-        raise UsageError(f"{file.path}: {front_end} gets plain LoRA only, and these are DoRA's; write format=diffusers")
+    if front_end == "comfyui" and any(each.magnitude is not None for each in adapted.values()):
+        raise UsageError(
+            f"{file.path}: these adapters are DoRA's, and ComfyUI divides by the norms of the original weights, not of "
+            "the changed ones; write format=single_file or merge_lora=true for the sum, or format=kohya for LyCORIS"
+        )
     for network, layer in adapted:
-        named = family.lora_names.of(layer, front_end) if network == family.denoiser else (layer, [layer])
+        named = front_end_key(network, layer, family, front_end)
         if named is None:
             raise UsageError(
                 f"{file.path}: {front_end} has no name for the adapter of {network}.{layer}; train without it "
                 "(lora.target_modules), or write format=diffusers"
             )
-        key = f"{_prefix(network, family)}_{named[0]}".replace(".", "_")
-        weights = networks[network]
-        groups[key] = [(adapted.get((network, part)), weights[f"{part}.weight"].shape[0]) for part in named[1]]
+        key, layers = named
+        bases[key] = [networks[network][f"{part}.weight"] for part in layers]
+        groups[key] = [(adapted.get((network, part)), base.shape[0]) for part, base in zip(layers, bases[key])]
     tensors: dict[str, StreamedTensor] = {}
     for key, parts in groups.items():
         first = next(part for part, _ in parts if part is not None)
-        ranks = len(parts) * first.down.shape[0]
+        ranks, outputs = len(parts) * first.down.shape[0], sum(rows for _, rows in parts)
         down = (ranks, *first.down.shape[1:])
-        up = (sum(rows for _, rows in parts), ranks, *first.up.shape[2:])
+        up = (outputs, ranks, *first.up.shape[2:])
+        lowered = partial(_up, parts, up, file.trained_scale)
         tensors[f"{key}.lora_down.weight"] = StreamedTensor.of(partial(_down, parts, down), first.down.dtype, down)
-        tensors[f"{key}.lora_up.weight"] = StreamedTensor.of(partial(_up, parts, up), first.up.dtype, up)
-        tensors[f"{key}.alpha"] = StreamedTensor.of(torch.tensor(first.scale * ranks))
+        tensors[f"{key}.lora_up.weight"] = StreamedTensor.of(lowered, first.up.dtype, up)
+        tensors[f"{key}.alpha"] = StreamedTensor.of(torch.tensor(first.scale * file.trained_scale * ranks))
+        if first.magnitude is not None:
+            norms, shape = partial(_magnitudes, parts, bases[key]), (outputs, *[1] * (len(first.weight.shape) - 1))
+            tensors[f"{key}.dora_scale"] = StreamedTensor.of(norms, first.magnitude.dtype, shape)
     return tensors
+
+
+def front_end_key(network: str, layer: str, family: Family, front_end: FrontEnd) -> tuple[str, list[str]] | None:
+    """Return what a front end's keys of a layer begin with, and the layers that are one there; None if it has none."""
+    named = family.lora_names.of(layer, front_end) if network == family.denoiser else (layer, [layer])
+    return None if named is None else (f"{_prefix(network, family)}_{named[0]}".replace(".", "_"), named[1])
+
+
+def front_end_metadata(
+    file: LoraFile,
+    tensors: Mapping[str, StreamedTensor],
+    family: Family,
+    components: Mapping[str, Component],
+    *,
+    title: str,
+    prediction_type: str,
+    dtype: torch.dtype | None,
+) -> dict[str, str]:
+    """Return the header of a front end's file: ``modelspec.*`` and the ``ss_*`` that kohya's tools show.
+
+    The date is that of the adapters' file, so that a second export is the same.
+
+    Args:
+        file: The adapters.
+        tensors: Of :func:`front_end_tensors`.
+        family: Of the pipeline.
+        components: Of its networks.
+        title: Name of the adapters.
+        prediction_type: As in a scheduler's configuration.
+        dtype: As in :func:`write_streamed`.
+    """
+    rank = min(len_of.shape[0] for key, len_of in file.tensors.items() if ".lora_A." in key)
+    alpha = max(file.scale_of(key.partition(".")[0]) for key in file.tensors) * file.trained_scale * rank
+    spec, version = model_spec(
+        family,
+        components,
+        title=title,
+        prediction_type=prediction_type,
+        date=datetime.fromtimestamp(int(file.path.stat().st_mtime), UTC),
+    )
+    return spec | {
+        "modelspec.architecture": f"{spec['modelspec.architecture']}/lora",
+        "modelspec.hash_sha256": f"0x{content_digest(tensors, dtype)}",
+        "ss_base_model_version": version,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(rank),
+        "ss_network_alpha": f"{alpha:.12g}",
+        "ss_output_name": title,
+    }
 
 
 def _prefix(network: str, family: Family) -> str:
@@ -83,10 +163,101 @@ def _down(parts: _Parts, shape: tuple[int, ...]) -> Tensor:
     return joined
 
 
-def _up(parts: _Parts, shape: tuple[int, ...]) -> Tensor:
+def _up(parts: _Parts, shape: tuple[int, ...], scale: float) -> Tensor:
     joined, row = torch.zeros(shape), 0
     for block, (part, rows) in zip(joined.chunk(len(parts), dim=1), parts, strict=True):
         if part is not None:
-            block[row : row + rows] = part.up.read()
+            block[row : row + rows] = unscaled(part.up.read(), scale)
         row += rows
     return joined
+
+
+def _magnitudes(parts: _Parts, bases: Sequence[StreamedTensor]) -> Tensor:
+    """Return the magnitudes of joined layers; those of one without an adapter are the norms of its rows."""
+    norms = [
+        torch.linalg.vector_norm(base.read().float().flatten(1), dim=1) if part is None else part.magnitude.read()
+        for (part, _), base in zip(parts, bases, strict=True)
+    ]
+    return torch.cat([each.float().reshape(-1) for each in norms])
+
+
+def read_adapters(
+    stored: Mapping[str, Tensor], metadata: Mapping[str, str], shapes: Shapes, family: Family
+) -> Adapters | None:
+    """Return the adapters of a file in diffusers' format, or in that of :func:`front_end_tensors`.
+
+    Args:
+        stored: The file's tensors.
+        metadata: Strings of its header.
+        shapes: The layers that may have adapters.
+        family: Of the model.
+
+    Returns:
+        The adapters; None if the file has keys, shapes or settings that these formats do not have.
+    """
+    try:
+        found = _of_diffusers(dict(stored), metadata, shapes)
+        for front_end in get_args(FrontEnd) if found is None else ():
+            found = found or _of_front_end(dict(stored), metadata, shapes, family, front_end)
+        return found
+    except (RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError):  # it is not as its keys tell
+        return None
+
+
+def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes) -> Adapters | None:
+    settings, trained = parse_json(metadata.get(METADATA, "{}")), float(metadata.get(SCALE, 1))
+    found: Adapters = {}
+    for network, layers in shapes.items():
+        if any(settings.get(f"{network}.{kind}") for kind in OTHER_KINDS):
+            return None
+        for layer in (each for each in layers if f"{network}.{each}.lora_B.weight" in left):
+            ends = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
+            down, up, norms = (left.pop(f"{network}.{layer}.{end}", None) for end in ends)
+            assert down is not None and up is not None
+            rank = settings.get(f"{network}.r", len(down))
+            alpha = settings.get(f"{network}.lora_alpha", rank) / rank * trained * len(down)
+            found.setdefault(network, {})[layer] = LayerAdapter(
+                down.reshape(-1, *layers[layer][1:]),
+                unscaled(up.reshape(*_up_shape(layers[layer], len(down))), trained),
+                float(f"{alpha:.12g}"),
+                None if norms is None else norms.reshape(layers[layer][0]),
+            )
+    return None if left else found
+
+
+def _of_front_end(
+    left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes, family: Family, front_end: FrontEnd
+) -> Adapters | None:
+    found: Adapters = {}
+    named = ((n, front_end_key(n, layer, family, front_end)) for n, layers in shapes.items() for layer in layers)
+    for network, (key, layers) in {each[0]: (network, each) for network, each in named if each is not None}.values():
+        if f"{key}.lora_up.weight" not in left:
+            continue
+        ends = ("lora_down.weight", "lora_up.weight", "alpha", "dora_scale")
+        down, up, alpha, norms = (left.pop(f"{key}.{end}", None) for end in ends)
+        assert down is not None and up is not None
+        weights = [shapes[network][layer] for layer in layers]
+        rows = [weight[0] for weight in weights]
+        blocks, ranks = up.flatten(1).split(rows), len(down) // len(layers)
+        others = [b[:, j * ranks : (j + 1) * ranks] for i, b in enumerate(blocks) for j in range(len(rows)) if i != j]
+        is_joined = len(down) == ranks * len(rows) and not any(each.any() for each in others)  # ours: block-diagonal
+        told = float(metadata.get("ss_network_alpha", "nan")) * (len(rows) if is_joined else 1)
+        scale = 1.0 if alpha is None else alpha.item() / len(down)
+        if alpha is not None and torch.tensor(told, dtype=alpha.dtype) == alpha:  # which may be rounded
+            scale = told / len(down)
+        for i, (layer, weight, block) in enumerate(zip(layers, weights, blocks, strict=True)):
+            own = slice(i * ranks, (i + 1) * ranks) if is_joined else slice(None)
+            if len(layers) > 1 and not (down[own].any() or block[:, own].any()):
+                continue  # it has none
+            rank, scaled = len(down[own]), None if norms is None else norms.reshape(-1).split(rows)[i]
+            found.setdefault(network, {})[layer] = LayerAdapter(
+                down[own].reshape(rank, *weight[1:]),
+                block[:, own].reshape(*_up_shape(weight, rank)),
+                float(f"{scale * rank:.12g}"),
+                scaled,
+            )
+    return None if left else found
+
+
+def _up_shape(weight: Sequence[int], rank: int) -> tuple[int, ...]:
+    return (weight[0], rank, *[1] * (len(weight) - 2))

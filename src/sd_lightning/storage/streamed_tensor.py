@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -191,6 +191,20 @@ def _converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     return block  # the writer converts it
 
 
+def content_digest(tensors: Mapping[str, StreamedTensor], dtype: torch.dtype | None = None) -> str:
+    """Return the SHA-256 of the values that :func:`write_streamed` writes, in their order, without the header."""
+    digest = hashlib.sha256()
+    converted = {name: replace(tensor, dtype=converted_dtype(tensor, dtype)) for name, tensor in tensors.items()}
+    for tensor in _ordered(converted).values():
+        for block in tensor.slices():
+            digest.update(bytes_of(block.to(tensor.dtype).contiguous()))
+    return digest.hexdigest()
+
+
+def _ordered(tensors: Mapping[str, StreamedTensor]) -> dict[str, StreamedTensor]:
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
 def write_file(
     path: str | os.PathLike[str], tensors: Mapping[str, StreamedTensor], *, metadata: Mapping[str, str] | None = None
 ) -> str:
@@ -208,7 +222,7 @@ def write_file(
         OSError: The disk is full, or the file cannot be created.
         UsageError: A dtype cannot be stored.
     """
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    ordered = _ordered(tensors)
     header = header_bytes({name: (each.dtype, each.shape) for name, each in ordered.items()}, metadata or {})
     digest, buffer = hashlib.sha256(), HostBuffer()
     # hashlib and write() both release the GIL: hashing costs no time if a core is free.

@@ -106,6 +106,11 @@ class Architecture:
     licence: str = ""
     """Of the published weights: "Apache 2.0". Said when they are loaded; "" where none are published."""
 
+    known_as: tuple[str, str] = ("", "")
+    """Where other programs have names for it: that of ``modelspec.architecture``, and kohya's version of the model."""
+    hub_licence: Mapping[str, str] = field(default_factory=dict)
+    """The same licence in the words of model cards: ``license``, and of others' licences its name and link."""
+
     def length_of(self, text_encoder: str) -> int:
         """Return the number of tokens per caption of a text encoder."""
         return self.max_length if isinstance(self.max_length, int) else self.max_length[text_encoder]

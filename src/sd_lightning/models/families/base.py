@@ -111,6 +111,13 @@ class Family(ABC):
         known = shipped_architectures().items()
         return {name: each for name, each in known if each.pipeline_class == self.pipeline_class}
 
+    def published(self, components: Mapping[str, Component]) -> Architecture | None:
+        """Return the architecture of published weights that a model has, by its width; None if it has none."""
+        width = components[self.denoiser].config.get(self.width_key)
+        ours = [each for each in self.architectures.values() if not each.is_tiny]
+        widths = [each.networks[self.denoiser].config.get(self.width_key) for each in ours]
+        return next((each for each, theirs in zip(ours, widths, strict=True) if theirs == width), None)
+
     # Parts
 
     @cached_property

@@ -146,31 +146,42 @@ def original_tensors(
     }
 
 
-def model_spec(layout: Layout, *, title: str, prediction_type: str, side: int) -> dict[str, str]:
-    """Return the file's metadata by Stability AI's model metadata specification 1.0.0.
+def model_spec(
+    family: Family,
+    components: Mapping[str, Component],
+    *,
+    title: str,
+    prediction_type: str,
+    date: datetime | None = None,
+) -> tuple[dict[str, str], str]:
+    """Return the file's metadata by Stability AI's model metadata specification 1.0.0, and kohya's name of the model.
 
     Args:
-        layout: See :func:`layout_of`.
+        family: Of the model.
+        components: Of its networks.
         title: Name of the model.
         prediction_type: As in a scheduler's configuration.
-        side: Native image size: side in pixels.
+        date: When it was made; now if not given.
     """
-    is_v = prediction_type == "v_prediction"
-    architectures = {
-        "v1": "stable-diffusion-v1",
-        "v2": "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512",
-        "xl": "stable-diffusion-xl-v1-base",
+    is_v, layout = prediction_type == "v_prediction", family.single_file_layout(components)
+    names = {
+        None: (family.pipeline_class, family.pipeline_class),
+        "v1": ("stable-diffusion-v1", "sd_v1"),
+        "v2": ("stable-diffusion-v2-768-v", "sd_v2_v") if is_v else ("stable-diffusion-v2-512", "sd_v2"),
+        "xl": ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
     }
+    published = None if layout else family.published(components)
+    architecture, version = names[layout] if published is None else published.known_as
     entries = {
         "sai_model_spec": "1.0.0",
-        "architecture": architectures[layout],
-        "implementation": "https://github.com/Stability-AI/generative-models",
+        "architecture": architecture,
+        "implementation": "https://github.com/Stability-AI/generative-models" if layout else "diffusers",
         "title": title,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "resolution": f"{side}x{side}",
+        "date": (date or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "resolution": f"{family.resolution(components)}x{family.resolution(components)}",
         "prediction_type": "v" if is_v else prediction_type,
     }
-    return {f"modelspec.{key}": value for key, value in entries.items()}
+    return {f"modelspec.{key}": value for key, value in entries.items()}, version
 
 
 def _made(origin: Origin, parts: list[StreamedTensor]) -> StreamedTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import re
@@ -24,7 +23,7 @@ from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ig
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.meta import meta_networks
+from sd_lightning.models.meta import meta_twin
 from sd_lightning.planner.forecast import Forecast, Forecaster
 from sd_lightning.quantization.casting import cast_
 from sd_lightning.storage.atomic import check_writable
@@ -338,11 +337,5 @@ def load_base(spec: RunSpec) -> LatentDiffusion:
     if spec.starts_from_lightning:  # its weights have the names of the training module
         return train.build_module(spec).latent_diffusion
     model = spec.load_model(deferred=["all"])
-    twin = type(model)(
-        meta_networks(model, tuple(model.networks)),  # on the meta device: no time, no memory
-        tokenizers=copy.deepcopy(model.tokenizers),
-        components=copy.deepcopy(model.components),
-        pipeline_class=model.pipeline_class,
-    )
-    train.wrap(spec, twin)
+    train.wrap(spec, meta_twin(model))
     return model

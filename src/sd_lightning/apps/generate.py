@@ -20,8 +20,7 @@ from sd_lightning.models.families import Family, family_of
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.loading import read_scheduler
-from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.lora_start import find_lora
 from sd_lightning.models.offloading import Offload, check_offload
 from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.calibration import hardware_here
@@ -242,7 +241,7 @@ def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffu
     Its weights are still in files then: ``quantize_`` reads them a few rows at a time, and on each rank a part.
     """
     where, config, size = request.model, request.quantization, request.tensor_parallel
-    lora = None if request.lora is None else find_lora(request.lora)
+    lora = None if request.lora is None else find_lora(request.lora, who="lora")
     deferred = [] if config is None and size == 1 else ["all"]
     model = LatentDiffusion.from_pretrained(
         request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred, lora=lora
@@ -272,30 +271,6 @@ def _structure(
     where = request.model
     model = LatentDiffusion.describe(request.source, revision=where.revision, vae=where.vae)
     return quantize_(model, configs, tensor_parallel=rank)
-
-
-def find_lora(path: str) -> Path:
-    """Return a LoRA file, given itself, a folder with one, or a run that trained one.
-
-    Raises:
-        UsageError: There is none.
-    """
-    root = Path(path)
-    if not far_runs.is_url(path) and not root.exists():
-        raise UsageError(
-            f"lora={path}: no such file or run; expected a LoRA file (.safetensors), a folder with {LORA_NAME} or "
-            f"{LORA_FILE_NAME}, or a run of trainable=lora"
-        )
-    candidates = [root, root / LORA_NAME, root / LORA_FILE_NAME]
-    if found := next((file for file in candidates if file.is_file()), None):
-        return found
-    file = runs.find_pipeline(path, who="lora") / LORA_NAME
-    if not file.is_file():
-        raise UsageError(
-            f"lora={path}: there is no {LORA_NAME}: the run trained no adapters, or merged them; give a run of "
-            "trainable=lora merge_lora=false, or a LoRA file"
-        )
-    return file
 
 
 def _speeds(device: torch.device) -> Speeds | None:

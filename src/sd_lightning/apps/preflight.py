@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.apps.run_spec import AUTO, OF_PRETRAINED, RunSpec, refuse, target_of
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, far_runs, runs, untrusted
 from sd_lightning.storage.atomic import check_place
 
@@ -61,6 +63,8 @@ def preflight(spec: RunSpec) -> RunSpec:
     check_optimizer(spec)
     check_place(spec["output_dir"], key="output_dir")  # finding a checkpoint may already rename there
     spec = _with_start(spec)
+    if spec["init_lora"] is not None and spec.resume is None:
+        spec = _with_adapters(spec)
     _check_output_dir(spec)
     return spec
 
@@ -136,8 +140,55 @@ def _with_start(spec: RunSpec) -> RunSpec:
     from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 
     state = read_trainer_state(continued)
+    spec = _with_its_adapters(spec, state["trained_parts"])
     check_same_parts(state, spec, continued)  # also when the module is built, after slow work such as class images
     return spec.with_settings(changes).resuming(continued, batch_size=state["position"]["batch_size"])
+
+
+def _with_adapters(spec: RunSpec) -> RunSpec:
+    """Return a run with the rank, alpha and layers of the adapters that it goes on from.
+
+    Raises:
+        UsageError: It trains none, or there are no such adapters of its model.
+    """
+    given = spec["init_lora"]
+    if spec.lora is None or not spec.model.is_ours:
+        raise UsageError(f"got init_lora={given}, and the run trains no adapters; add trainable=lora, or leave it out")
+    from sd_lightning.models.lora_start import find_lora, going_on
+
+    file, base = find_lora(given, who="init_lora"), Path(spec.model.get("pretrained") or "") / LORA_NAME
+    if base.is_file() and filecmp.cmp(base, file, shallow=False):
+        raise UsageError(
+            f"got init_lora={given}, and the model that the run starts from has these adapters in it already; give "
+            "model.pretrained=<the model that they were trained on>, or leave init_lora out"
+        )
+    settings = [key.removeprefix("lora.") for key in spec.overridden if key.startswith("lora.")]
+    texts = bool(spec.get("module.train_text_encoder"))
+    lora = going_on(spec.lora, file, spec.model.describe(), given=settings, train_text_encoder=texts)
+    names = ("rank", "alpha", "use_dora", "target_modules", "text_encoder_target_modules")
+    if is_first_process():
+        log.info("init_lora=%s: adapters of rank %d, alpha %g", given, lora.rank, lora.effective_alpha)
+    return spec.with_settings({"lora.init": str(file)} | {f"lora.{name}": getattr(lora, name) for name in names})
+
+
+def _with_its_adapters(spec: RunSpec, parts: Mapping[str, Any]) -> RunSpec:
+    """Return a resumed run with the adapters' settings of the run that it continues, if that had an ``init_lora``.
+
+    Raises:
+        UsageError: It is to go on from other adapters.
+    """
+    began, given = _started(spec)[0].get("init_lora"), spec["init_lora"]
+    if given not in (None, began):
+        raise UsageError(
+            f"got resume={spec['resume']} and init_lora={given}, and that run began with init_lora={began}; resume has "
+            "its adapters: leave init_lora out, or start a new run"
+        )
+    if began is None or spec.lora is None:
+        return spec
+    kept = {k: v for k, v in parts.items() if k.startswith("lora.") and k not in spec.overridden | {"lora.base"}}
+    if "$" in str(kept):
+        raise UsageError(f"resume={spec['resume']}: its checkpoint has {kept}; copy it again")
+    return spec.with_settings(kept)
 
 
 def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:

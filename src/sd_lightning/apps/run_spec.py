@@ -32,7 +32,7 @@ AUTO = "auto"
 _ABSENT = object()
 _PATHS = ("dir", "path", "file")
 """Ends of the names of settings that are paths."""
-_PLACES = ("resume", "init_from", "pretrained", "vae", "store", "dataset_name", "config")
+_PLACES = ("resume", "init_from", "init_lora", "init", "pretrained", "vae", "store", "dataset_name", "config")
 """Settings that may be paths, or names on a hub."""
 OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 """Arguments of ``load_model`` that name a pretrained model."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sd_lightning._errors import UsageError
@@ -30,9 +31,17 @@ from sd_lightning.models.components import (
 )
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.families.sampling import scheduler_names
+from sd_lightning.models.lora import (
+    MAGNITUDE,
+    adapted_weights,
+    check_settings,
+    layer_adapters,
+    merged_state_dict,
+    on_host,
+)
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import adapted_weights, check_settings, layer_adapters, merged_state_dict, on_host
 from sd_lightning.models.lora_base import compare_bases
+from sd_lightning.models.lora_formats import Shapes, read_adapters
 from sd_lightning.models.pipeline_folder import (
     find_configs,
     find_folder,
@@ -46,6 +55,7 @@ from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.quantization.tensor_parallel import Plan, check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
+from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
@@ -86,6 +96,13 @@ class PipelineParts:
             UsageError: No family has that pipeline.
         """
         return family_of(self.pipeline_class, who="LatentDiffusion").of_options(self.pipeline_options)
+
+    def layer_keys(self, network: str) -> dict[str, str]:
+        """Map names in memory of a network's linear and convolutional layers to those in its weight file."""
+        modules = self.networks[network].named_modules()
+        names = [f"{key}.weight" for key, module in modules if isinstance(module, nn.Linear | nn.Conv2d)]
+        keys = self.components[network].file_keys(names)
+        return {name.removesuffix(".weight"): keys[name].removesuffix(".weight") for name in names}
 
     def tensor_parallel_plan(self, name: str) -> Plan:
         """Return what of a network several processes divide; see :meth:`Family.tensor_parallel_plan`."""
@@ -155,6 +172,7 @@ def load_parts(
     weights: dict[str, DeferredWeights] = {}
     unread: dict[str, Callable[[], tuple[nn.Module, Component, DeferredWeights]]] = {}
     bases: dict[Path, dict[str, list[float]]] = {}
+    states: dict[Path, dict[str, torch.Tensor] | None] = {}
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
         raise UsageError(f"lora={lora}: {root} has these adapters already; leave lora out")
@@ -163,8 +181,10 @@ def load_parts(
         on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
         for file in files:
             bases[file] = check_settings(file)
-            _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
-    adapters = _readable_adapters(on_meta, files) if files else None
+            states[file] = _front_end_state(on_meta, file)
+            if states[file] is None:
+                check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
+    adapters = readable_adapters(on_meta, states) if files else None
 
     def defer(name: str, component: Component) -> tuple[nn.Module, Component, DeferredWeights]:
         network, described, stored = defer_network(component, root / name, variant=variant)
@@ -203,7 +223,7 @@ def load_parts(
     parts = _from_folder(root, load)
     parts.deferred, parts.defer_denoiser = weights, unread.get(parts.family.denoiser)
     for file in files if adapters is None else ():
-        _merge_adapters(parts, file)
+        _merge_adapters(parts, file, states[file])
     return parts
 
 
@@ -331,12 +351,45 @@ _OF_SCHEDULER: dict[str, tuple[type, ...]] = {
 """Values that we read ourselves."""
 
 
-def _readable_adapters(on_meta: PipelineParts, files: Sequence[Path]) -> dict[str, dict[str, list[Adapter]]] | None:
+def layer_shapes(parts: PipelineParts) -> Shapes:
+    """Return the layers that may have adapters."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name in (each for each in parts.family.trainable if each in parts.networks):
+        weights = dict(parts.networks[name].named_parameters())
+        found[name] = {key: tuple(weights[f"{live}.weight"].shape) for live, key in parts.layer_keys(name).items()}
+    return found
+
+
+def _front_end_state(parts: PipelineParts, file: Path) -> dict[str, torch.Tensor] | None:
+    """Return a front end's adapters by diffusers' keys; None if diffusers has to read the file.
+
+    diffusers does not know the layers of some families in other front ends, and leaves out the magnitudes of DoRA.
+    """
+    stored = load_file(file)
+    if not all(key.startswith("lora_") for key in stored):
+        return None
+    metadata = open_safetensors(file).header.metadata
+    read = read_adapters(stored, metadata, layer_shapes(parts), parts.family)
+    state: dict[str, torch.Tensor] = {}
+    for layer, each in ((f"{n}.{key}", each) for n, layers in (read or {}).items() for key, each in layers.items()):
+        state |= {
+            f"{layer}.lora_A.weight": each.down,
+            f"{layer}.lora_B.weight": each.up * (each.alpha / len(each.down)),
+        }
+        if each.magnitude is not None:  # peft's is (1, O, 1, 1) for convolutions
+            ones = [1] * (each.down.dim() - 2)
+            state[f"{layer}.{MAGNITUDE}"] = each.magnitude.reshape(*ones[:1], -1, *ones)
+    return state or None
+
+
+def readable_adapters(
+    on_meta: PipelineParts, files: Mapping[Path, dict[str, torch.Tensor] | None]
+) -> dict[str, dict[str, list[Adapter]]] | None:
     """Read adapters of any format, by network and weight, to merge them into weights as these are read.
 
     Args:
         on_meta: Gets the adapters.
-        files: LoRA files that fit it.
+        files: LoRA files that fit it, each with the tensors to take instead, if there are.
 
     Returns:
         None if one is not plain LoRA: diffusers has to merge it.
@@ -345,29 +398,32 @@ def _readable_adapters(on_meta: PipelineParts, files: Sequence[Path]) -> dict[st
     with contextlib.ExitStack() as stack:
         for network in on_meta.networks.values():
             stack.enter_context(on_host(network))
-        for file in files:
-            _load_adapters(pipeline, file)
+        for file, state in files.items():
+            _load_adapters(pipeline, file, state)
     found = {name: layer_adapters(network) for name, network in on_meta.networks.items()}
     return None if None in found.values() else {name: each or {} for name, each in found.items()}
 
 
-def _merge_adapters(parts: PipelineParts, file: Path) -> None:
+def _merge_adapters(parts: PipelineParts, file: Path, state: dict[str, torch.Tensor] | None) -> None:
     """Merge the adapters of a LoRA file into the weights."""
     pipeline = parts.pipeline()
-    _load_adapters(pipeline, file)
+    _load_adapters(pipeline, file, state)
     pipeline.fuse_lora()
     pipeline.unload_lora_weights()
 
 
-def _load_adapters(pipeline: Any, file: Path) -> None:
+def _load_adapters(pipeline: Any, file: Path, state: dict[str, torch.Tensor] | None) -> None:
     try:
         with no_progress_bar():
-            pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+            if state is None:
+                pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+            else:
+                pipeline.load_lora_weights(state)
     except Exception as error:  # values of unexpected types raise anything
         raise _misfit(str(file), first_line(error)) from error
 
 
-def _check_fits(parts: PipelineParts, file: Path, who: str) -> None:
+def check_fits(parts: PipelineParts, file: Path, who: str) -> None:
     """Check that every adapter of a file has its layer: diffusers would leave out the others without an error.
 
     Raises:

@@ -75,6 +75,9 @@ class Lora:
     use_dora: bool = False
     """Also train the magnitude of each output of the adapted layers (DoRA, arXiv 2402.09353)."""
     seed: int = 0
+    init: str | Path | None = None
+    """LoRA file whose adapters the training goes on from. Rank, alpha and layers have to be the file's:
+    :func:`~sd_lightning.models.lora_start.going_on` gives settings that are."""
 
     def __post_init__(self) -> None:
         if self.base not in (None, *get_args(Base)):
@@ -113,7 +116,7 @@ class Lora:
         from peft import inject_adapter_in_model
 
         check_is_whole(networks, "Lora.apply_")
-        layers = {name: _layer_names(network) for name, network in networks.items()}
+        layers = {name: layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])
         with torch.random.fork_rng(devices=[]):
@@ -126,6 +129,29 @@ class Lora:
                     raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
+
+    @torch.no_grad()
+    def begin_(self, networks: Mapping[str, nn.Module], adapters: Adapters) -> None:
+        """Give the adapters in the networks the values of others; those of a network that has none begin at zero.
+
+        Raises:
+            UsageError: They have another rank or alpha, or are of other layers or networks.
+        """
+        for name, others in adapters.items():
+            modules: dict[str, Any] = dict(networks[name].named_modules()) if name in networks else {}
+            layers = {key: module for key, module in modules.items() if _ADAPTER in getattr(module, "lora_A", ())}
+            alphas = {(len(each.down), each.alpha, each.magnitude is not None) for each in others.values()}
+            if layers.keys() != others.keys() or alphas != {(self.rank, self.effective_alpha, self.use_dora)}:
+                raise UsageError(
+                    f"lora.init={self.init}: its adapters of {name} have other layers, rank or alpha, or DoRA, than "
+                    "these settings; take those of sd_lightning.models.lora_start.going_on(lora, file, model)"
+                )
+            for key, each in others.items():
+                layers[key].lora_A[_ADAPTER].weight.copy_(each.down)
+                layers[key].lora_B[_ADAPTER].weight.copy_(each.up)
+                if each.magnitude is not None:
+                    magnitude = getattr(layers[key], MAGNITUDE)[_ADAPTER].weight
+                    magnitude.copy_(each.magnitude.view_as(magnitude))
 
     def write(
         self,
@@ -171,7 +197,7 @@ class Lora:
         quantised = [k for k, m in targets.items() if self.use_dora and isinstance(m, Int8Conv2d)]
         wrong += [f"{k} is a quantised convolution, and DoRA reads its weight" for k in quantised]
         if wrong or not targets:
-            setting = self._setting(name)
+            setting = self.setting_of(name)
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
             examples = ", ".join(ending for ending in list(dict.fromkeys(linear))[:4] if not ending.isdecimal())
             raise UsageError(
@@ -181,12 +207,12 @@ class Lora:
             )
 
     @staticmethod
-    def _setting(network: str) -> str:
+    def setting_of(network: str) -> str:
         """Return the setting that names a network's layers."""
         return "text_encoder_target_modules" if Family.is_text_encoder(network) else "target_modules"
 
     def _targets(self, network: str) -> Sequence[str]:
-        targets: Sequence[str] | None = getattr(self, self._setting(network))
+        targets: Sequence[str] | None = getattr(self, self.setting_of(network))
         if targets is None:
             raise UsageError(
                 f"lora was applied to {network} without target_modules; write target_modules=['to_q'], "
@@ -212,8 +238,14 @@ class Lora:
         return self.effective_alpha / self.rank
 
 
-def _layer_names(network: nn.Module) -> list[str]:
+def layer_names(network: nn.Module) -> list[str]:
     return [key for key, _ in network.named_modules() if "base_layer" not in key and not is_adapter(key)]
+
+
+def matching(targets: Iterable[str], layers: Iterable[str]) -> set[str]:
+    """Return the layers whose names end in one of the targets, as :attr:`Lora.target_modules` has them."""
+    endings = tuple(f".{each}" for target in targets for each in _expanded(target, layers))
+    return {layer for layer in layers if f".{layer}".endswith(endings)}
 
 
 def _expanded(target: str, layers: Iterable[str]) -> list[str]:
@@ -397,6 +429,22 @@ def check_settings(path: Path) -> dict[str, list[float]]:
                 "again, or save the adapters without it"
             )
     return base_values
+
+
+class LayerAdapter(NamedTuple):
+    """An adapter: ``alpha / rank * up @ down``, with rows flattened, is added to a weight (O, ...)."""
+
+    down: Tensor
+    """(R, ...)"""
+    up: Tensor
+    """(O, R, ...)"""
+    alpha: float
+    magnitude: Tensor | None = None
+    """DoRA's (O,)."""
+
+
+Adapters = dict[str, dict[str, LayerAdapter]]
+"""By network and by the layer's name."""
 
 
 class AdaptedLayer(NamedTuple):

@@ -21,7 +21,7 @@ _SAME_BASE = 0.01
 
 def compare_bases(
     bases: Mapping[Path, Mapping[str, Sequence[float]]],
-    folder: Path,
+    folder: Path | str,
     name: str,
     network: nn.Module,
     unread: DeferredWeights | None,
@@ -30,7 +30,7 @@ def compare_bases(
 
     Args:
         bases: By file of adapters, the first values of weights that they were trained on, by network and name.
-        folder: Of the model.
+        folder: Of the model, or what to call it.
         name: Of a network.
         network: It has its values, unless these are unread.
         unread: Its weights, if they are still in files.

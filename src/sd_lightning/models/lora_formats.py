@@ -9,9 +9,10 @@ LyCORIS has them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +21,17 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import model_spec
-from sd_lightning.models.lora import MAGNITUDE, METADATA, OTHER_KINDS, SCALE, AdaptedLayer, LoraFile, unscaled
+from sd_lightning.models.lora import (
+    MAGNITUDE,
+    METADATA,
+    OTHER_KINDS,
+    SCALE,
+    AdaptedLayer,
+    Adapters,
+    LayerAdapter,
+    LoraFile,
+    unscaled,
+)
 from sd_lightning.storage.streamed_tensor import StreamedTensor, content_digest
 from sd_lightning.storage.untrusted import parse_json
 
@@ -31,22 +42,6 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of weights (O, ...), by network and by the layer's name in weight files."""
 _Parts = Sequence[tuple[AdaptedLayer | None, int]]
 """The layers that a front end joins, each with its number of outputs; None for one without an adapter."""
-
-
-class LayerAdapter(NamedTuple):
-    """An adapter: ``alpha / rank * up @ down``, with rows flattened, is added to a weight (O, ...)."""
-
-    down: Tensor
-    """(R, ...)"""
-    up: Tensor
-    """(O, R, ...)"""
-    alpha: float
-    magnitude: Tensor | None = None
-    """DoRA's (O,)."""
-
-
-Adapters = dict[str, dict[str, LayerAdapter]]
-"""By network and by the layer's name in weight files."""
 
 
 def front_end_tensors(
@@ -174,10 +169,10 @@ def _up(parts: _Parts, shape: tuple[int, ...], scale: float) -> Tensor:
 
 def _magnitudes(parts: _Parts, bases: Sequence[StreamedTensor]) -> Tensor:
     """Return the magnitudes of joined layers; those of one without an adapter are the norms of its rows."""
-    norms = [
-        torch.linalg.vector_norm(base.read().float().flatten(1), dim=1) if part is None else part.magnitude.read()
-        for (part, _), base in zip(parts, bases, strict=True)
-    ]
+    norms: list[Tensor] = []
+    for (part, _), base in zip(parts, bases, strict=True):
+        own = None if part is None else part.magnitude
+        norms.append(torch.linalg.vector_norm(base.read().float().flatten(1), dim=1) if own is None else own.read())
     return torch.cat([each.float().reshape(-1) for each in norms])
 
 
@@ -195,13 +190,13 @@ def read_adapters(
     Returns:
         The adapters; None if the file has keys, shapes or settings that these formats do not have.
     """
-    try:
-        found = _of_diffusers(dict(stored), metadata, shapes)
-        for front_end in get_args(FrontEnd) if found is None else ():
-            found = found or _of_front_end(dict(stored), metadata, shapes, family, front_end)
-        return found
-    except (RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError):  # it is not as its keys tell
-        return None
+    for front_end in (None, *get_args(FrontEnd)):
+        of_family = partial(_of_front_end, family=family, front_end=front_end)
+        with suppress(RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError):  # not what keys tell
+            found = (of_family if front_end else _of_diffusers)(dict(stored), metadata, shapes)
+            if found is not None:
+                return found
+    return None
 
 
 def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes) -> Adapters | None:
@@ -213,7 +208,8 @@ def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: 
         for layer in (each for each in layers if f"{network}.{each}.lora_B.weight" in left):
             ends = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
             down, up, norms = (left.pop(f"{network}.{layer}.{end}", None) for end in ends)
-            assert down is not None and up is not None
+            if down is None or up is None:
+                return None
             rank = settings.get(f"{network}.r", len(down))
             alpha = settings.get(f"{network}.lora_alpha", rank) / rank * trained * len(down)
             found.setdefault(network, {})[layer] = LayerAdapter(
@@ -222,11 +218,11 @@ def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: 
                 float(f"{alpha:.12g}"),
                 None if norms is None else norms.reshape(layers[layer][0]),
             )
-    return None if left else found
+    return None if left or not found else found
 
 
 def _of_front_end(
-    left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes, family: Family, front_end: FrontEnd
+    left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes, *, family: Family, front_end: FrontEnd
 ) -> Adapters | None:
     found: Adapters = {}
     named = ((n, front_end_key(n, layer, family, front_end)) for n, layers in shapes.items() for layer in layers)
@@ -235,7 +231,8 @@ def _of_front_end(
             continue
         ends = ("lora_down.weight", "lora_up.weight", "alpha", "dora_scale")
         down, up, alpha, norms = (left.pop(f"{key}.{end}", None) for end in ends)
-        assert down is not None and up is not None
+        if down is None or up is None:
+            return None
         weights = [shapes[network][layer] for layer in layers]
         rows = [weight[0] for weight in weights]
         blocks, ranks = up.flatten(1).split(rows), len(down) // len(layers)
@@ -256,7 +253,7 @@ def _of_front_end(
                 float(f"{scale * rank:.12g}"),
                 scaled,
             )
-    return None if left else found
+    return None if left or not found else found
 
 
 def _up_shape(weight: Sequence[int], rank: int) -> tuple[int, ...]:

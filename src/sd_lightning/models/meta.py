@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,16 @@ def meta_networks(model: LatentDiffusion, names: Sequence[str]) -> dict[str, nn.
     """Return copies of the named networks on the meta device, without storage."""
     with torch.device("meta"):
         return {name: model.components[name].instantiate().eval() for name in names}
+
+
+def meta_twin(model: LatentDiffusion) -> LatentDiffusion:
+    """Return a copy of a model with networks on the meta device: it takes no time and no memory."""
+    return type(model)(
+        meta_networks(model, tuple(model.networks)),
+        tokenizers=copy.deepcopy(model.tokenizers),
+        components=copy.deepcopy(model.components),
+        pipeline_class=model.pipeline_class,
+    )
 
 
 def meta_batch(

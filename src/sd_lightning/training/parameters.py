@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,18 @@ from torch import nn
 from sd_lightning._launchers import is_first_process
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
-from sd_lightning.models.lora import Lora, begin_magnitudes_, freeze_unused, plain_names, weight_names
-from sd_lightning.models.meta import unused_parameters
+from sd_lightning.models.lora import (
+    Adapters,
+    Lora,
+    begin_magnitudes_,
+    check_settings,
+    freeze_unused,
+    plain_names,
+    weight_names,
+)
+from sd_lightning.models.lora_base import compare_bases
+from sd_lightning.models.lora_start import read_start
+from sd_lightning.models.meta import meta_twin, unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
 from sd_lightning.storage.deferred_weights import DeferredWeights
@@ -37,6 +48,7 @@ def choose_trained(
         train_text_encoder: Train the text encoders' weights, not only learned tokens.
     """
     adapted = {n: network for n, network in networks.items() if network is model.denoiser or train_text_encoder}
+    start = {} if lora is None or lora.init is None else _start(model, adapted, Path(lora.init))
     for name, network in networks.items():
         refuse_quantised(network, "SDLightningModule")
         network.requires_grad_(name in adapted).train()
@@ -64,11 +76,20 @@ def choose_trained(
             files = model.originals.get(name) or model.deferred.get(name)
             if lora.use_dora and files is not None:
                 begin_magnitudes_(network, files)
+        lora.begin_(adapted, start)
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
     freeze_unused(model.denoiser, model.family.unused_parameters(model.denoiser))
     for name, unused in unused_parameters(model).items() if train_text_encoder else ():
         freeze_unused(model.networks[name], unused)
+
+
+def _start(model: LatentDiffusion, networks: Mapping[str, nn.Module], file: Path) -> Adapters:
+    """Return the adapters that the training goes on from, and warn if they are of other weights."""
+    adapters, bases = read_start(file, meta_twin(model)), {file: check_settings(file)}
+    for name, network in networks.items():
+        compare_bases(bases, "this model", name, network, model.deferred.get(name))
+    return adapters
 
 
 def _files_of(model: LatentDiffusion) -> DeferredWeights | None:

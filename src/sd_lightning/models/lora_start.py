@@ -1,0 +1,161 @@
+"""Adapters that a training goes on from: a LoRA file of this package, diffusers, kohya's tools or ComfyUI."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.families import FAMILIES, Family
+from sd_lightning.models.loading import PipelineParts, check_fits, layer_shapes, readable_adapters
+from sd_lightning.models.lora import WEIGHTS_NAME, Adapters, LayerAdapter, Lora, check_settings, layer_names, matching
+from sd_lightning.models.lora_formats import FILE_NAME, read_adapters
+from sd_lightning.storage import far_runs, runs
+from sd_lightning.storage.safetensors_file import open_safetensors
+from sd_lightning.storage.streamed_tensor import tensors_in
+
+
+def find_lora(path: str, *, who: str) -> Path:
+    """Return a LoRA file, given itself, a folder with one, or a run that trained one.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = Path(path)
+    if not far_runs.is_url(path) and not root.exists():
+        raise UsageError(
+            f"{who}={path}: no such file or run; expected a LoRA file (.safetensors), a folder with {WEIGHTS_NAME} or "
+            f"{FILE_NAME}, or a run of trainable=lora"
+        )
+    candidates = [root, root / WEIGHTS_NAME, root / FILE_NAME]
+    if found := next((file for file in candidates if file.is_file()), None):
+        return found
+    file = runs.find_pipeline(path, who=who) / WEIGHTS_NAME
+    if not file.is_file():
+        raise UsageError(
+            f"{who}={path}: there is no {WEIGHTS_NAME}: the run trained no adapters, or merged them; give a run of "
+            "trainable=lora merge_lora=false, or a LoRA file"
+        )
+    return file
+
+
+def going_on(
+    lora: Lora, file: Path, parts: PipelineParts, *, given: Collection[str] = (), train_text_encoder: bool = False
+) -> Lora:
+    """Return settings with which a training goes on from the adapters of a file: its rank, alpha and layers.
+
+    Args:
+        lora: The other settings.
+        file: In any format that diffusers reads, and what ``sd_lightning.export`` writes.
+        parts: The model; ``LatentDiffusion.describe`` gives one without weights.
+        given: Names of settings that have to be the file's: "rank", "alpha", …
+        train_text_encoder: Whether text encoders are trained.
+
+    Raises:
+        UsageError: The file has no adapters of the model or several ranks, or a setting contradicts it.
+    """
+    who = f"init_lora={file}"
+    adapters = read_start(file, parts)
+    texts = [name for name in adapters if parts.family.is_text_encoder(name)]
+    if texts and not train_text_encoder:
+        raise UsageError(
+            f"{who}: it has adapters of {' and '.join(texts)}, and the run trains none of them; write "
+            "train_text_encoder=true (of train: module.train_text_encoder=true)"
+        )
+    kinds = {(len(a.down), a.alpha, a.magnitude is not None) for each in adapters.values() for a in each.values()}
+    if len(kinds) > 1:
+        shown = ", ".join(f"rank {rank} with alpha {alpha:g}" for rank, alpha, _ in sorted(kinds)[:4])
+        raise UsageError(f"{who}: its layers differ ({shown}); expected one rank and alpha; give another file")
+    rank, alpha, use_dora = kinds.pop()
+    values: dict[str, Any] = {"rank": rank, "alpha": alpha, "use_dora": use_dora}
+    for name in (parts.family.denoiser, *texts[:1]):
+        if name in adapters:
+            key, layers = lora.setting_of(name), layer_names(parts.networks[name])
+            asked = getattr(lora.of_family(parts.family), key)
+            is_same = matching(asked, layers) == adapters[name].keys()
+            values[key] = list(asked) if is_same else _endings(adapters[name], layers)
+    for key in given:
+        ours: Any = getattr(lora, key)
+        if key in values and ours is not None and (list(ours) if "modules" in key else ours) != values[key]:
+            raise UsageError(
+                f"got lora.{key}={_shown(ours)} and {who}, whose adapters have {key}={_shown(values[key])}; leave "
+                f"lora.{key} out, or start without init_lora"
+            )
+    return replace(lora, init=file, **values)
+
+
+def read_start(file: Path, parts: PipelineParts) -> Adapters:
+    """Return the adapters of a file, by network and by the layer's name in memory.
+
+    Args:
+        file: The file.
+        parts: A model without adapters, on the meta device; diffusers may load the adapters into it.
+
+    Raises:
+        UsageError: The file is damaged, or of another model.
+    """
+    who = f"init_lora={file}"
+    tensors_in(file)  # raises if it is damaged
+    check_settings(file)
+    stored, metadata = load_file(file), open_safetensors(file).header.metadata
+    shapes = layer_shapes(parts)
+    found = read_adapters(stored, metadata, shapes, parts.family)
+    if found is not None:
+        in_memory = {n: {key: live for live, key in parts.layer_keys(n).items()} for n in found}
+        return {n: {in_memory[n][key]: each for key, each in layers.items()} for n, layers in found.items()}
+    try:
+        check_fits(parts, file, who)
+        read = None if any("dora_scale" in key for key in stored) else readable_adapters(parts, {file: None})
+    except UsageError as error:
+        raise UsageError(
+            f"{who}: {_origin(stored, metadata)}; expected adapters of layers of this {parts.pipeline_class}; give a "
+            "file of this model, or that model with model= and model.pretrained="
+        ) from error
+    if read is None:
+        raise UsageError(f"{who}: DoRA with names that nothing reads without loss; give a file of plain LoRA")
+    return {
+        name: {
+            key.removesuffix(".weight"): LayerAdapter(each.down, each.up, float(f"{each.scale * len(each.down):.12g}"))
+            for key, (each,) in layers.items()
+        }
+        for name, layers in read.items()
+        if layers
+    }
+
+
+def _endings(layers: Collection[str], others: Collection[str]) -> list[str]:
+    """Return the shortest endings of names that these layers have, and no others."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        parts = layer.split(".")
+        endings = [".".join(parts[-count:]) for count in range(1, len(parts) + 1) if not parts[-count].isdecimal()]
+        found[next((each for each in endings if matching([each], others) <= set(layers)), layer)] = None
+    return list(found)
+
+
+def _origin(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the model that adapters are of, by the layers of the denoiser, or by what the file's header says."""
+    for family in FAMILIES.values():
+        own = {key: each for key, each in stored.items() if key.startswith((f"{family.denoiser}.", "lora_unet_"))}
+        for name in family.architectures if own else ():
+            if read_adapters(own, metadata, _denoiser_shapes(family, name), family):
+                return f"these are adapters of model={name}"
+    told = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
+    return f"its header says {told[:80]}" if told else "it has no adapters of a model that is known here"
+
+
+def _denoiser_shapes(family: Family, architecture: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    component = family.architectures[architecture].networks[family.denoiser]
+    with torch.device("meta"):
+        network = component.instantiate()
+    return {family.denoiser: {k.removesuffix(".weight"): tuple(p.shape) for k, p in network.named_parameters()}}
+
+
+def _shown(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list | tuple) else f"{value:g}"

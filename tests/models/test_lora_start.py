@@ -283,9 +283,7 @@ def test_settings_that_contradict_a_file_are_named_with_it(tmp_path: Path) -> No
         (Lora(alpha=1), r"lora.alpha=1 and .* have alpha=4.5; leave lora.alpha out"),
         (Lora(target_modules=["to_k"]), r"lora.target_modules=\[to_k\] and .* have target_modules=\[to_q,to_v,"),
     ):
-        given = [
-            each.name for each in dataclasses.fields(Lora) if getattr(lora, each.name) != getattr(Lora(), each.name)
-        ]
+        given = [name for name, value in vars(lora).items() if value != vars(Lora())[name]]
         with pytest.raises(UsageError, match=words):
             going_on(lora, file, model, given=given, train_text_encoder=True)
     same = Lora(rank=3, target_modules=UNET_TARGETS)

@@ -45,6 +45,8 @@ _OTHER_NAMES = (
     ("rank", "lora.rank"),
     ("network_dim", "lora.rank"),
     ("network_alpha", "lora.alpha"),
+    ("network_weights", "init_lora"),
+    ("hub_model_id", "push_to_hub"),
 )
 """Their name and ours; the first of ours that the program has is used. ``=<n>``: their value has another meaning."""
 _MODELS = {"sdxl": r"xl", "sd21": r"(diffusion|sd)[-_]?v?2", "sd15": r"(diffusion|sd)[-_]?v?1"}

@@ -19,6 +19,7 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.apps import hub
 from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
 from sd_lightning.models.families.lora_names import FrontEnd
@@ -55,6 +56,8 @@ class ExportRequest:
     output_dir: str = "exported"
     merge_lora: bool = False
     dtype: Dtype | None = None
+    push_to_hub: str | None = None
+    hub_private: bool = True
 
     @property
     def front_end(self) -> FrontEnd | None:
@@ -112,6 +115,10 @@ def run(cfg: DictConfig) -> int:
     request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
+    places = [source.pipeline.parent, *source.pipeline.parents[2:3]]  # of a run, or of a checkpoint in it
+    run_dir = next((folder for folder in places if (folder / "config.yaml").is_file()), None)
+    if request.push_to_hub is not None:
+        hub.check(request.push_to_hub, run_dir)
     write = {"single_file": write_single_file, request.front_end: write_lora}.get(request.format, write_pipeline)
     with ExitStack() as opened:
         model = read_model(source, request, opened)
@@ -127,6 +134,8 @@ def run(cfg: DictConfig) -> int:
     elif model.adapters is not None:
         path = request.output_dir
         print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
+    if request.push_to_hub is not None:
+        print(f"hub: {hub.push(output_dir, request.push_to_hub, run_dir, private=request.hub_private)}")
     return 0
 
 

@@ -14,6 +14,7 @@ from sd_lightning import _conf
 from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
+from sd_lightning.apps import hub
 from sd_lightning.apps.run_spec import AUTO, OF_PRETRAINED, RunSpec, refuse, target_of
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, far_runs, runs, untrusted
@@ -66,6 +67,8 @@ def preflight(spec: RunSpec) -> RunSpec:
     if spec["init_lora"] is not None and spec.resume is None:
         spec = _with_adapters(spec)
     _check_output_dir(spec)
+    if spec["push_to_hub"] is not None and is_first_process():
+        hub.check(spec["push_to_hub"], None if spec["overwrite"] else spec.output_dir)
     return spec
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning._errors import check_at_least
 from sd_lightning.callbacks.ema import inference_weights
@@ -22,6 +23,7 @@ from sd_lightning.data.source import BadSample, ImageClassifier, Source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.report import image_grid
+from sd_lightning.report.grid import TILES
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -114,7 +116,9 @@ class SampleGrid(StepCallback, TakesMemory):
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             grid = image_grid(images, min(self.columns, len(images)), captions=prompts)
-            grid.save(path)
+            info = PngInfo()
+            info.add_text(TILES, grid.info[TILES])
+            grid.save(path, pnginfo=info)
             for logger in trainer.loggers:
                 _log_image(logger, grid, trainer.global_step)
         self._drawn_step = trainer.global_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _GAP = 4
 """Pixels between the tiles of a grid."""
+TILES = "sd_lightning tiles"
+"""Key in the PNG of a sheet with captions: a list of pairs, each a caption and the box of its picture in pixels."""
 
 
 def image_grid(
@@ -32,7 +35,7 @@ def image_grid(
         captions: One text for each image, drawn under it in at most two lines.
 
     Returns:
-        An RGB image with a white background.
+        An RGB image with a white background; its ``info`` has :data:`TILES`.
 
     Raises:
         UsageError: No images, ``columns`` below 1, or a number of captions that differs from the number of images.
@@ -57,15 +60,19 @@ def image_grid(
     sheet = Image.new(
         "RGB", (columns * (width + _GAP) + _GAP, rows * (height + strip + _GAP) + _GAP), color=(255, 255, 255)
     )
+    boxes: list[tuple[int, int, int, int]] = []
     for i, image in enumerate(images):
         tile = image.convert("RGB")
         if scale > 1:
             tile = tile.resize((tile.width * scale, tile.height * scale), Image.Resampling.NEAREST)
         left = _GAP + (i % columns) * (width + _GAP)
         top = _GAP + (i // columns) * (height + strip + _GAP)
-        sheet.paste(tile, (left + (width - tile.width) // 2, top + (height - tile.height) // 2))
+        x, y = left + (width - tile.width) // 2, top + (height - tile.height) // 2
+        sheet.paste(tile, (x, y))
+        boxes.append((x, y, x + tile.width, y + tile.height))
         if lines and font:
             _draw_caption(sheet, lines[i], font, left + width // 2, top + height + _GAP // 2)
+    sheet.info[TILES] = json.dumps(list(zip(captions or [""] * len(boxes), boxes, strict=True)))
     return sheet
 
 

@@ -165,6 +165,14 @@ def mark(run_dir: Path, *, anew: bool = False) -> None:
         atomic.write_whole(run_dir / MARK, json.dumps(content))
 
 
+def run_id(folder: Path) -> str | None:
+    """Return the id in a run's mark, by which what was made of it is known elsewhere; None without one."""
+    try:
+        return str(read_json(folder / MARK)["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _mark(folder: Path) -> int | None:
     """Return the format version in a folder's mark; None without a mark."""
     try:

@@ -1,0 +1,259 @@
+"""A result on the Hugging Face Hub: checks before a run trains, the model card, and the upload.
+
+Of the settings, the card has a few that tell no place on this machine; ``config.yaml`` is not uploaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.families import FAMILIES
+from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.pipeline_folder import first_line, read_json
+from sd_lightning.report.grid import TILES
+from sd_lightning.storage import atomic, runs, untrusted
+
+if TYPE_CHECKING:
+    from sd_lightning.apps.run_spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+_RUN = "sd_lightning_run"
+"""Key of a card's header: the id in the mark of the run's folder."""
+_PICTURES = 8
+_SETTINGS = {
+    "model.architecture": "model",
+    "optimizer.lr": "learning rate",
+    "data.resolution": "resolution",
+    "lora.rank": "LoRA rank",
+    "lora.alpha": "LoRA alpha",
+    "lora.use_dora": "DoRA",
+    "module.train_text_encoder": "text encoder trained",
+    "seed": "seed",
+}
+_FIGURES = (
+    *("steps", "batch_size", "strategy", "precision", "hardware", "devices", "train_seconds", "images_per_second"),
+    *("peak_memory_gib", "final_loss", "val_loss", "caption_gap", "prompted_accuracy", "date", "torch"),
+)
+"""Of ``summary.json``."""
+
+
+def check(repo_id: str, run_dir: Path | None) -> None:
+    """Check that a repository is there for a run, or can be made, and that the token may write to it.
+
+    Args:
+        repo_id: ``<user or organisation>/<name>``.
+        run_dir: The run, if it has a folder already: it may have uploaded there before.
+
+    Raises:
+        UsageError: There is no network, no token or no right, or the repository is of something else.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    who, (owner, _, name) = f"push_to_hub={repo_id}", repo_id.partition("/")
+    try:
+        validate_repo_id(repo_id)
+        if not name:
+            raise HFValidationError("there is no /")
+    except HFValidationError as error:
+        raise UsageError(
+            f"{who}: {first_line(error)}; expected a user or organisation and a name; write push_to_hub=<user>/my-dog"
+        ) from error
+    if get_token() is None:
+        raise UsageError(
+            f"{who}: there is no token of the hub; run hf auth login, or set HF_TOKEN to one that may write"
+        )
+    api = HfApi()
+    try:
+        me = api.whoami()
+        _check_right(me, owner, repo_id)
+        theirs = (api.model_info(repo_id).card_data or {}).get(_RUN)
+    except RepositoryNotFoundError:
+        return
+    except UsageError:
+        raise
+    except Exception as error:  # the hub client raises many types
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            why = "refuses the token; run hf auth login, or set HF_TOKEN to one that may write"
+        else:
+            why = "cannot be reached; mend the network, or leave push_to_hub out and upload with sd_lightning.export"
+        raise UsageError(f"{who}: the hub ({first_line(error)}) {why}") from error
+    ours = None if run_dir is None else runs.run_id(run_dir)
+    if ours is None or theirs != ours:
+        raise UsageError(
+            f"{who}: that repository exists, and is not of this run; write push_to_hub={repo_id}-2, or delete it at "
+            f"https://huggingface.co/{repo_id}/settings"
+        )
+
+
+def _check_right(me: Mapping[str, Any], owner: str, repo_id: str) -> None:
+    token = me.get("auth", {}).get("accessToken", {})
+    roles = {me["name"]: "admin"} | {each["name"]: each.get("roleInOrg", "write") for each in me.get("orgs", [])}
+    scopes = token.get("fineGrained", {}).get("scoped", [])
+    writable = {s["entity"].get("name") for s in scopes if "repo.write" in s["permissions"]}
+    if owner not in roles or roles[owner] == "read":
+        names = [name for name, role in roles.items() if role != "read"]
+        problem = f"{me['name']} may not write there; write push_to_hub={names[0]}/{repo_id.partition('/')[2]}"
+    elif token.get("role") == "read" or (token.get("role") == "fineGrained" and not writable & {owner, repo_id}):
+        problem = "the token may only read there; make one at https://huggingface.co/settings/tokens that may write"
+    else:
+        return
+    raise UsageError(f"push_to_hub={repo_id}: {problem}")
+
+
+def push_run(spec: RunSpec) -> int:
+    """Upload the result of a run; return 1 if it cannot be uploaded: the run itself is complete."""
+    try:
+        url = push(spec.output_dir / "pipeline", spec["push_to_hub"], spec.output_dir, private=spec["hub_private"])
+    except Exception as error:  # after hours of training: of whatever type
+        where = f"run={spec.output_dir} push_to_hub={spec['push_to_hub']}"
+        log.warning("not uploaded (%s); upload it: python -m sd_lightning.export %s", first_line(error), where)
+        return 1
+    print(f"{'hub':<18} {url}")
+    return 0
+
+
+def push(folder: Path, repo_id: str, run_dir: Path | None, *, private: bool) -> str:
+    """Upload a pipeline's folder, or of one with adapters these alone, with a model card; return the address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    with tempfile.TemporaryDirectory(prefix=".tmp-pipeline-", dir=folder.parent) as made:
+        staged = Path(made, "hub")
+        alone = [folder / name for name in (LORA_NAME, WORD_NAME) if (folder / LORA_NAME).is_file()]
+        if alone:
+            staged.mkdir()
+            for file in filter(Path.is_file, alone):
+                atomic.hard_link(file, staged / file.name)
+        else:
+            atomic.hard_link_tree(folder, staged)
+        for file in staged.rglob("*.json"):
+            content = untrusted.read_json(file)
+            if isinstance(content, dict) and "_name_or_path" in content:  # where this machine had it
+                del content["_name_or_path"]
+                atomic.write_whole(file, json.dumps(content, indent=2))
+        atomic.write_whole(staged / "README.md", card(staged, repo_id, run_dir))
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        message = f"Upload of sd_lightning {version('sd-lightning')}"
+        api.upload_folder(repo_id=repo_id, folder_path=staged, commit_message=message)
+    return f"{api.endpoint}/{repo_id} ({'private' if private else 'public'})"
+
+
+def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
+    """Return the model card of a folder, and write its pictures there."""
+    from huggingface_hub import ModelCardData
+
+    settings: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    if run_dir is not None:
+        settings = untrusted.read_yaml(run_dir / "config.yaml")
+        summary = read_json(run_dir / "summary.json") if (run_dir / "summary.json").is_file() else {}
+    source, prompt = _source(settings), settings.get("instance_prompt")
+    pictures = [] if run_dir is None else _pictures(run_dir, folder)
+    weights = next((name for name in (LORA_NAME, LORA_FILE_NAME) if (folder / name).is_file()), None)
+    tags = ["text-to-image", "diffusers", "diffusers-training", *(["dreambooth"] if prompt else [])]
+    optional: dict[str, Any] = {"instance_prompt": prompt, "widget": pictures, _RUN: run_dir and runs.run_id(run_dir)}
+    header = ModelCardData(
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=[*tags, "lora", "template:sd-lora"] if weights else tags,
+        **source,
+        **{key: value for key, value in optional.items() if value},
+    )
+    base, told = source.get("base_model"), {name: _at(settings, path) for path, name in _SETTINGS.items()}
+    optimizer = str(_at(settings, "optimizer._target_")).rpartition(".")[2]
+    told |= {"optimizer": optimizer, **{key.replace("_", " "): summary.get(key) for key in _FIGURES}}
+    told |= {name: version(name) for name in ("sd-lightning", "diffusers", "transformers")}
+    rows = [f"| {key} | {value} |" for key, value in told.items() if value not in (None, False, "None")]
+    what = f"{'LoRA adapters' if weights else 'A model'}{f' for {base}' if base else ''}, trained with sd_lightning."
+    trigger = ["## Trigger words", f"Write `{prompt}` to get the subject."] if prompt else []
+    licence = source.get("license_link") or source.get("license")
+    return "\n\n".join(
+        [
+            f"---\n{header.to_yaml()}\n---",
+            f"# {repo_id.partition('/')[2]}",
+            *(["<Gallery />"] if pictures else []),
+            what,
+            *trigger,
+            "## Use it with diffusers",
+            f"```python\n{_usage(folder, repo_id, base, weights)}\n```",
+            "## What it was trained with, and what was measured",
+            "\n".join(["| | |", "|---|---|", *rows]),
+            *(["## Licence", f"That of the model it was made from: {licence}."] if licence else []),
+        ]
+    )
+
+
+def _usage(folder: Path, repo_id: str, base: Any, weights: str | None) -> str:
+    lines = ["from diffusers import DiffusionPipeline", ""]
+    model = repo_id if weights is None else base or "<the model that it was trained on>"
+    lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{model}")')
+    if (folder / "config" / "model_index.json").is_file():  # one file
+        name = read_json(folder / "config" / "model_index.json")["_class_name"]
+        url = f"https://huggingface.co/{repo_id}/blob/main/model.safetensors"
+        return f'from diffusers import {name}\n\npipeline = {name}.from_single_file("{url}")'
+    if weights is not None:
+        lines.append(f'pipeline.load_lora_weights("{repo_id}", weight_name="{weights}")')
+    if weights is not None and (folder / WORD_NAME).is_file():
+        lines.append(f'pipeline.load_textual_inversion("{repo_id}", weight_name="{WORD_NAME}")')
+    return "\n".join(lines)
+
+
+def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return base model and licence: from the card of the model that a run started from, else of its architecture."""
+    from huggingface_hub import HfApi, ModelCard
+
+    known = {name: each for family in FAMILIES.values() for name, each in family.architectures.items()}
+    base, own = _at(settings, "model.pretrained"), known.get(str(_at(settings, "model.architecture")))
+    found: dict[str, Any] = dict(own.hub_licence) if own is not None and base else {}
+    if not base or "://" in base:
+        return found
+    is_local = os.path.exists(base) or base.startswith((".", "/", "~")) or base.count("/") != 1
+    data: Any = None
+    try:
+        if not is_local:
+            data = HfApi().model_info(base).card_data
+        elif Path(base, "README.md").is_file():
+            data = ModelCard.load(Path(base, "README.md")).data
+    except Exception as error:
+        log.warning("%s: its model card cannot be read (%s); the licence is told as it is known here", base, error)
+    keys = ("license", "license_name", "license_link")
+    if data is not None and data.get("license"):
+        found = {key: data.get(key) for key in keys if data.get(key)}
+    name = data and data.get("base_model") if is_local else base
+    if name and found.get("license_link", "://").find("://") < 0:
+        found["license_link"] = f"https://huggingface.co/{name}/blob/main/{found['license_link']}"
+    return found | ({"base_model": name} if name else {})
+
+
+def _pictures(run_dir: Path, folder: Path) -> list[dict[str, Any]]:
+    """Cut the newest sheet of samples into its pictures, and return them with their prompts as a card has them."""
+    from PIL import Image
+
+    sheets, widget = sorted((run_dir / "samples").glob("step-*.png")), []
+    if sheets:
+        with Image.open(sheets[-1]) as sheet:
+            tiles = json.loads(getattr(sheet, "text", {}).get(TILES, "[]"))
+            for i, (prompt, box) in enumerate(tiles[:_PICTURES]):
+                sheet.crop(box).save(folder / f"image_{i}.png")
+                widget.append({"text": prompt or " ", "output": {"url": f"image_{i}.png"}})
+    return widget
+
+
+def _at(settings: Mapping[str, Any], path: str) -> Any:
+    node: Any = settings
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node

@@ -1,0 +1,178 @@
+"""A run's result on the Hugging Face Hub, a stand-in for its API: refused before training, or uploaded without secrets."""
+
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from PIL import Image
+
+from glyph import write_photos
+from hub_server import TOKEN, Hub, hub_server
+from refusals import call, refuse
+from sd_lightning import LatentDiffusion
+from sd_lightning.apps import hub as apps_hub
+from sd_lightning.models.lora import WEIGHTS_NAME
+from sd_lightning.storage import runs
+
+RUN = (
+    "dreambooth experiment=dreambooth_tiny instance_data_dir=photos 'instance_prompt=a handwritten sks digit' "
+    "with_prior_preservation=false sampling.num_inference_steps=1 logger=csv data.batch_size=4 init_from=base "
+    "trainable=lora lora.rank=2 'validation_prompt=a sks \"digit\" in the snow' "
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root, before = tmp_path_factory.mktemp("hub"), Path.cwd()
+    os.chdir(root)
+    write_photos(root / "photos")
+    LatentDiffusion.build("tiny", seed=7).save_pretrained("base")
+    yield root
+    os.chdir(before)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
+def uploaded(folder: Path, hub: Hub) -> dict[str, bytes]:
+    """The files of a run of two steps, which another test may have trained."""
+    if not Path("run/summary.json").exists():
+        assert call(f"{RUN} max_train_steps=2 output_dir=run push_to_hub=me/dog") == 0
+    else:
+        assert call("export run=run push_to_hub=me/dog output_dir=out") == 0
+    return hub.repos["me/dog"]
+
+
+def test_a_run_uploads_its_adapters_with_a_card(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    assert hub.private["me/dog"]
+    assert uploaded[WEIGHTS_NAME] == Path("run/pipeline", WEIGHTS_NAME).read_bytes()
+    pictures = [f"image_{i}.png" for i in range(4)]
+    assert sorted(uploaded) == sorted([".gitattributes", "README.md", WEIGHTS_NAME, *pictures][1:])
+    header = hub.header("me/dog")
+    assert header["instance_prompt"] == "a handwritten sks digit"
+    assert header["widget"] == [{"text": 'a sks "digit" in the snow', "output": {"url": name}} for name in pictures]
+    assert {"text-to-image", "diffusers", "diffusers-training", "lora", "template:sd-lora", "dreambooth"} <= {
+        *header["tags"]
+    }
+    assert header["library_name"] == "diffusers" and header[apps_hub._RUN] == runs.run_id(Path("run"))
+    card = uploaded["README.md"].decode()
+    for words in ("<Gallery />", "`a handwritten sks digit`", f'load_lora_weights("me/dog", weight_name="{WEIGHTS_NAME}")',
+                  "| LoRA rank | 2 |", "| steps | 2 |", "| optimizer | AdamW |", "| diffusers | "):  # fmt: skip
+        assert words in card
+    with Image.open(io.BytesIO(uploaded["image_0.png"])) as picture:
+        assert picture.width == picture.height
+
+
+def test_nothing_of_this_machine_is_uploaded(folder: Path, uploaded: dict[str, bytes]) -> None:
+    for name, content in uploaded.items():
+        for secret in (str(folder), str(Path.home()), TOKEN, "photos", "init_from"):
+            assert secret.encode() not in content, f"{secret} in {name}"
+
+
+def test_a_pipeline_is_uploaded_whole_and_public_if_asked(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    command = "export run=run merge_lora=true output_dir=whole push_to_hub=me/whole hub_private=false"
+    config = Path("base/unet/config.json")
+    assert call(command) == 0
+    assert not hub.private["me/whole"]
+    assert {"model_index.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors"} <= hub.repos[
+        "me/whole"
+    ].keys()
+    assert 'DiffusionPipeline.from_pretrained("me/whole")' in hub.repos["me/whole"]["README.md"].decode()
+    assert "lora" not in hub.header("me/whole")["tags"]
+    assert config.is_file()
+
+
+def test_the_card_has_licence_and_base_of_the_source(folder: Path, hub: Hub) -> None:
+    header = "license: other\nlicense_name: some-licence\nlicense_link: LICENSE.md\nbase_model: them/that"
+    hub.repos["them/base"] = {"README.md": f"---\n{header}\n---\n".encode()}
+    Path("with-card").mkdir()
+    Path("with-card/README.md").write_text(f"---\n{header}\n---\n")
+    for base, name, link in (
+        ("them/base", "them/base", "https://huggingface.co/them/base/blob/main/LICENSE.md"),
+        ("with-card", "them/that", "https://huggingface.co/them/that/blob/main/LICENSE.md"),
+    ):
+        found = apps_hub._source({"model": {"pretrained": base, "architecture": "flux1_dev"}})
+        assert found == {"license": "other", "license_name": "some-licence", "license_link": link, "base_model": name}
+    gated = apps_hub._source({"model": {"pretrained": "them/gone", "architecture": "flux1_dev"}})
+    assert gated["license_name"] == "flux-1-dev-non-commercial-license" and gated["base_model"] == "them/gone"
+    assert gated["license_link"].endswith("black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md")
+    assert "base_model" not in apps_hub._source({"model": {"pretrained": "base", "architecture": "sd15"}})
+
+
+def test_what_cannot_be_uploaded_is_said_before_training(
+    folder: Path, hub: Hub, uploaded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in one line, with nothing written and nothing asked of the hub that changes it."""
+    hub.repos["me/other"] = {"README.md": b"---\ntags: [cat]\n---\n"}
+    hub.orgs = [{"name": "team", "roleInOrg": "read"}, {"name": "club", "roleInOrg": "write"}]
+    before = {name: dict(files) for name, files in hub.repos.items()}
+
+    def refused(name: str, *words: str) -> None:
+        refuse(f"{RUN} max_train_steps=2 output_dir=new push_to_hub={name}", *words)
+        refuse(f"export run=run output_dir=new push_to_hub={name}", *words)
+        assert not Path("new").exists()
+
+    refused("dog", "push_to_hub=dog", "write push_to_hub=<user>/my-dog")
+    refused("me/a--b", "push_to_hub=me/a--b", "write push_to_hub=<user>/my-dog")
+    refused("me/other", "that repository exists, and is not of this run", "write push_to_hub=me/other-2")
+    refused("team/dog", "me may not write there", "write push_to_hub=me/dog")
+    refused("them/dog", "me may not write there", "write push_to_hub=me/dog")
+    hub.role = "read"
+    refused("me/new", "the token may only read there", "https://huggingface.co/settings/tokens")
+    hub.role, hub.scoped = "fineGrained", [{"entity": {"name": "club"}, "permissions": ["repo.write"]}]
+    refused("me/new", "the token may only read there")
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    refused("me/new", "the hub (", "refuses the token; run hf auth login")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(folder / "none"))
+    refused("me/new", "there is no token of the hub; run hf auth login, or set HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.role, hub.fails = "write", "whoami"
+    refused("me/new", "the hub (", "cannot be reached; mend the network")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    refused("me/new", "the hub (", "cannot be reached; mend the network")
+    assert hub.repos == before
+
+
+def test_a_run_that_goes_on_uploads_to_its_own_repository(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    first = hub.repos["me/dog"][WEIGHTS_NAME]
+    assert call(f"{RUN} max_train_steps=3 output_dir=run push_to_hub=me/dog resume=auto") == 0
+    assert hub.repos["me/dog"][WEIGHTS_NAME] != first
+    refuse(f"{RUN} max_train_steps=2 output_dir=run push_to_hub=me/dog overwrite=true", "is not of this run")
+
+
+def test_an_upload_that_fails_leaves_a_finished_run(folder: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.fails = "/commit/"
+    assert call(f"{RUN} max_train_steps=1 output_dir=failed push_to_hub=me/failed") == 1
+    shown = capsys.readouterr().err
+    assert re.search(r"not uploaded \\(.*python -m sd_lightning.export run=failed push_to_hub=me/failed", shown)
+    assert json.loads(Path("failed/summary.json").read_text())["steps"] == 1
+    assert not list(Path("failed").glob(".tmp-*"))
+    hub.fails = ""
+    refuse("export run=failed output_dir=later push_to_hub=me/failed", "that repository exists, and is not of this run")
+
+
+def test_the_name_of_diffusers_scripts_is_answered(folder: Path) -> None:
+    refuse(f"{RUN} output_dir=new hub_model_id=me/dog", "write push_to_hub=me/dog")
+
+
+def test_the_sheet_of_samples_tells_its_prompts(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> Any:
+    from sd_lightning.report.grid import TILES
+
+    sheet = sorted(Path("run/samples").glob("step-*.png"))[-1]
+    with Image.open(sheet) as image:
+        tiles = json.loads(image.text[TILES])  # type: ignore[attr-defined]
+    assert [prompt for prompt, _ in tiles] == ['a sks "digit" in the snow'] * 4

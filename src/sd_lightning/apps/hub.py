@@ -79,7 +79,7 @@ def check(repo_id: str, run_dir: Path | None) -> None:
     try:
         me = api.whoami()
         _check_right(me, owner, repo_id)
-        theirs = (api.model_info(repo_id).card_data or {}).get(_RUN)
+        found = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
     except UsageError:
@@ -91,7 +91,8 @@ def check(repo_id: str, run_dir: Path | None) -> None:
             why = "cannot be reached; mend the network, or leave push_to_hub out and upload with sd_lightning.export"
         raise UsageError(f"{who}: the hub ({first_line(error)}) {why}") from error
     ours = None if run_dir is None else runs.run_id(run_dir)
-    if ours is None or theirs != ours:
+    is_empty = {each.rfilename for each in found.siblings or ()} <= {".gitattributes"}
+    if not is_empty and (ours is None or found.card_data is None or found.card_data.get(_RUN) != ours):
         raise UsageError(
             f"{who}: that repository exists, and is not of this run; write push_to_hub={repo_id}-2, or delete it at "
             f"https://huggingface.co/{repo_id}/settings"

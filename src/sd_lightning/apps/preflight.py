@@ -183,8 +183,8 @@ def _with_its_adapters(spec: RunSpec, parts: Mapping[str, Any]) -> RunSpec:
     began, given = _started(spec)[0].get("init_lora"), spec["init_lora"]
     if given not in (None, began):
         raise UsageError(
-            f"got resume={spec['resume']} and init_lora={given}, and that run began with init_lora={began}; resume has "
-            "its adapters: leave init_lora out, or start a new run"
+            f"got resume={spec['resume']} and init_lora={given}, and that run began with init_lora={began or 'null'}; "
+            "resume has its adapters: leave init_lora out, or start a new run"
         )
     if began is None or spec.lora is None:
         return spec

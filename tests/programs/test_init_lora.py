@@ -77,7 +77,10 @@ def test_what_does_not_fit_is_refused_before_training(folder: Path, capfd: pytes
             f"{START} init_lora=first lora.rank=4",
             ("got lora.rank=4 and init_lora=first", "have rank=3; leave lora.rank"),
         ),
-        (f"{START} init_lora=kohya lora.alpha=3", ("got lora.alpha=3", "init_lora=kohya/lora", "have alpha=6; leave")),
+        (
+            f"{START} init_lora=kohya lora.alpha=3",
+            ("got lora.alpha=3", "init_lora=kohya/lora", "have alpha=6.0; leave"),
+        ),
         (f"{START} init_lora=strange.safetensors", ("init_lora=strange.safetensors: it has no adapters of a model",)),
         (f"{START} init_lora=torn.safetensors", ("torn.safetensors", "not a complete safetensors file")),
         (f"{RUN} trainable=lora init_from=first init_lora=first", ("has these adapters in it already",)),

@@ -58,60 +58,49 @@ def check(repo_id: str, run_dir: Path | None) -> None:
     Raises:
         UsageError: There is no network, no token or no right, or the repository is of something else.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    who, (owner, _, name) = f"push_to_hub={repo_id}", repo_id.partition("/")
+    api, owner, found = HfApi(), repo_id.rpartition("/")[0], None
     try:
-        validate_repo_id(repo_id)
-        if not name:
-            raise HFValidationError("there is no /")
-    except HFValidationError as error:
-        raise UsageError(
-            f"{who}: {first_line(error)}; expected a user or organisation and a name; write push_to_hub=<user>/my-dog"
-        ) from error
-    if get_token() is None:
-        raise UsageError(
-            f"{who}: there is no token of the hub; run hf auth login, or set HF_TOKEN to one that may write"
-        )
-    api = HfApi()
-    try:
-        me = api.whoami()
-        _check_right(me, owner, repo_id)
-        found = api.model_info(repo_id)
+        validate_repo_id(repo_id if owner else "")
+        problem = _missing_right(api.whoami(), owner, repo_id)
+        found = None if problem else api.model_info(repo_id)
     except RepositoryNotFoundError:
-        return
-    except UsageError:
-        raise
+        problem = ""
+    except HFValidationError as error:
+        problem = f"{first_line(error)}; expected a user or organisation and a name; write push_to_hub=<user>/my-dog"
+    except LocalTokenNotFoundError:
+        problem = "there is no token of the hub; run hf auth login, or set HF_TOKEN"
     except Exception as error:  # the hub client raises many types
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            why = "refuses the token; run hf auth login, or set HF_TOKEN to one that may write"
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            remedy = "refuses the token; run hf auth login, or set HF_TOKEN to one that may write"
         else:
-            why = "cannot be reached; mend the network, or leave push_to_hub out and upload with sd_lightning.export"
-        raise UsageError(f"{who}: the hub ({first_line(error)}) {why}") from error
-    ours = None if run_dir is None else runs.run_id(run_dir)
-    is_empty = {each.rfilename for each in found.siblings or ()} <= {".gitattributes"}
-    if not is_empty and (ours is None or found.card_data is None or found.card_data.get(_RUN) != ours):
-        raise UsageError(
-            f"{who}: that repository exists, and is not of this run; write push_to_hub={repo_id}-2, or delete it at "
-            f"https://huggingface.co/{repo_id}/settings"
-        )
+            remedy = "cannot be reached; mend the network, or leave push_to_hub out and upload with sd_lightning.export"
+        problem = f"the hub ({first_line(error)}) {remedy}"
+    if found is not None and not {each.rfilename for each in found.siblings or ()} <= {".gitattributes"}:
+        ours = None if run_dir is None else runs.run_id(run_dir)
+        if ours is None or found.card_data is None or found.card_data.get(_RUN) != ours:
+            problem = (
+                f"that repository exists, and is not of this run; write push_to_hub={repo_id}-2, or delete it at "
+                f"https://huggingface.co/{repo_id}/settings"
+            )
+    if problem:
+        raise UsageError(f"push_to_hub={repo_id}: {problem}")
 
 
-def _check_right(me: Mapping[str, Any], owner: str, repo_id: str) -> None:
+def _missing_right(me: Mapping[str, Any], owner: str, repo_id: str) -> str:
+    """Return what a user, or the token, may not do; "" if it may write to the repository."""
     token = me.get("auth", {}).get("accessToken", {})
     roles = {me["name"]: "admin"} | {each["name"]: each.get("roleInOrg", "write") for each in me.get("orgs", [])}
     scopes = token.get("fineGrained", {}).get("scoped", [])
-    writable = {s["entity"].get("name") for s in scopes if "repo.write" in s["permissions"]}
-    if owner not in roles or roles[owner] == "read":
-        names = [name for name, role in roles.items() if role != "read"]
-        problem = f"{me['name']} may not write there; write push_to_hub={names[0]}/{repo_id.partition('/')[2]}"
-    elif token.get("role") == "read" or (token.get("role") == "fineGrained" and not writable & {owner, repo_id}):
-        problem = "the token may only read there; make one at https://huggingface.co/settings/tokens that may write"
-    else:
-        return
-    raise UsageError(f"push_to_hub={repo_id}: {problem}")
+    writable = {each["entity"].get("name") for each in scopes if "repo.write" in each["permissions"]}
+    if roles.get(owner, "read") == "read":
+        return f"{me['name']} may not write there; write push_to_hub={me['name']}/{repo_id.rpartition('/')[2]}"
+    if token.get("role") == "read" or (token.get("role") == "fineGrained" and not writable & {owner, repo_id}):
+        return "the token may only read there; make one at https://huggingface.co/settings/tokens that may write"
+    return ""
 
 
 def push_run(spec: RunSpec) -> int:
@@ -198,17 +187,17 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
 
 
 def _usage(folder: Path, repo_id: str, base: Any, weights: str | None) -> str:
-    lines = ["from diffusers import DiffusionPipeline", ""]
-    model = repo_id if weights is None else base or "<the model that it was trained on>"
-    lines.append(f'pipeline = DiffusionPipeline.from_pretrained("{model}")')
-    if (folder / "config" / "model_index.json").is_file():  # one file
-        name = read_json(folder / "config" / "model_index.json")["_class_name"]
+    one_file = folder / "config" / "model_index.json"
+    if one_file.is_file():
+        name = read_json(one_file)["_class_name"]
         url = f"https://huggingface.co/{repo_id}/blob/main/model.safetensors"
         return f'from diffusers import {name}\n\npipeline = {name}.from_single_file("{url}")'
+    model = repo_id if weights is None else base or "<the model that it was trained on>"
+    lines = ["from diffusers import DiffusionPipeline", "", f'pipeline = DiffusionPipeline.from_pretrained("{model}")']
     if weights is not None:
         lines.append(f'pipeline.load_lora_weights("{repo_id}", weight_name="{weights}")')
-    if weights is not None and (folder / WORD_NAME).is_file():
-        lines.append(f'pipeline.load_textual_inversion("{repo_id}", weight_name="{WORD_NAME}")')
+        if (folder / WORD_NAME).is_file():
+            lines.append(f'pipeline.load_textual_inversion("{repo_id}", weight_name="{WORD_NAME}")')
     return "\n".join(lines)
 
 

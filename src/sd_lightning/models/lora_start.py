@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import FAMILIES, Family
+from sd_lightning.models.families import FAMILIES
 from sd_lightning.models.loading import PipelineParts, check_fits, layer_shapes, readable_adapters
 from sd_lightning.models.lora import WEIGHTS_NAME, Adapters, LayerAdapter, Lora, check_settings, layer_names, matching
 from sd_lightning.models.lora_formats import FILE_NAME, read_adapters
@@ -84,8 +85,8 @@ def going_on(
         ours: Any = getattr(lora, key)
         if key in values and ours is not None and (list(ours) if "modules" in key else ours) != values[key]:
             raise UsageError(
-                f"got lora.{key}={_shown(ours)} and {who}, whose adapters have {key}={_shown(values[key])}; leave "
-                f"lora.{key} out, or start without init_lora"
+                f"got lora.{key}={as_override(ours)} and {who}, whose adapters have {key}={as_override(values[key])}; "
+                f"leave lora.{key} out, or start without init_lora"
             )
     return replace(lora, init=file, **values)
 
@@ -143,19 +144,11 @@ def _origin(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Return the model that adapters are of, by the layers of the denoiser, or by what the file's header says."""
     for family in FAMILIES.values():
         own = {key: each for key, each in stored.items() if key.startswith((f"{family.denoiser}.", "lora_unet_"))}
-        for name in family.architectures if own else ():
-            if read_adapters(own, metadata, _denoiser_shapes(family, name), family):
+        for name, architecture in family.architectures.items() if own else ():
+            with torch.device("meta"):
+                weights = architecture.networks[family.denoiser].instantiate().named_parameters()
+            shapes = {family.denoiser: {key.removesuffix(".weight"): tuple(each.shape) for key, each in weights}}
+            if read_adapters(own, metadata, shapes, family):
                 return f"these are adapters of model={name}"
     told = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
     return f"its header says {told[:80]}" if told else "it has no adapters of a model that is known here"
-
-
-def _denoiser_shapes(family: Family, architecture: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    component = family.architectures[architecture].networks[family.denoiser]
-    with torch.device("meta"):
-        network = component.instantiate()
-    return {family.denoiser: {k.removesuffix(".weight"): tuple(p.shape) for k, p in network.named_parameters()}}
-
-
-def _shown(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list | tuple) else f"{value:g}"

@@ -33,6 +33,7 @@ from sd_lightning.models.families import Architecture, Component, Family, contra
 from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.lora import (
     MAGNITUDE,
+    LoraFile,
     adapted_weights,
     check_settings,
     layer_adapters,
@@ -55,7 +56,6 @@ from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.quantization.tensor_parallel import Plan, check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
-from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
@@ -368,13 +368,12 @@ def _front_end_state(parts: PipelineParts, file: Path) -> dict[str, torch.Tensor
     stored = load_file(file)
     if not all(key.startswith("lora_") for key in stored):
         return None
-    metadata = open_safetensors(file).header.metadata
-    read = read_adapters(stored, metadata, layer_shapes(parts), parts.family)
+    read = read_adapters(stored, LoraFile.read(file).metadata, layer_shapes(parts), parts.family)
     state: dict[str, torch.Tensor] = {}
     for layer, each in ((f"{n}.{key}", each) for n, layers in (read or {}).items() for key, each in layers.items()):
         state |= {
             f"{layer}.lora_A.weight": each.down,
-            f"{layer}.lora_B.weight": each.up * (each.alpha / len(each.down)),
+            f"{layer}.lora_B.weight": each.up.float() * (each.alpha / len(each.down)),
         }
         if each.magnitude is not None:  # peft's is (1, O, 1, 1) for convolutions
             ones = [1] * (each.down.dim() - 2)

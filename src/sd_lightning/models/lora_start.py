@@ -15,11 +15,18 @@ from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import FAMILIES
 from sd_lightning.models.loading import PipelineParts, check_fits, layer_shapes, readable_adapters
-from sd_lightning.models.lora import WEIGHTS_NAME, Adapters, LayerAdapter, Lora, check_settings, layer_names, matching
+from sd_lightning.models.lora import (
+    WEIGHTS_NAME,
+    Adapters,
+    LayerAdapter,
+    Lora,
+    LoraFile,
+    check_settings,
+    layer_names,
+    matching,
+)
 from sd_lightning.models.lora_formats import FILE_NAME, read_adapters
 from sd_lightning.storage import far_runs, runs
-from sd_lightning.storage.safetensors_file import open_safetensors
-from sd_lightning.storage.streamed_tensor import tensors_in
 
 
 def find_lora(path: str, *, who: str) -> Path:
@@ -102,11 +109,10 @@ def read_start(file: Path, parts: PipelineParts) -> Adapters:
         UsageError: The file is damaged, or of another model.
     """
     who = f"init_lora={file}"
-    tensors_in(file)  # raises if it is damaged
+    metadata = LoraFile.read(file).metadata  # raises if it is damaged
     check_settings(file)
-    stored, metadata = load_file(file), open_safetensors(file).header.metadata
-    shapes = layer_shapes(parts)
-    found = read_adapters(stored, metadata, shapes, parts.family)
+    stored = load_file(file)
+    found = read_adapters(stored, metadata, layer_shapes(parts), parts.family)
     if found is not None:
         in_memory = {n: {key: live for live, key in parts.layer_keys(n).items()} for n in found}
         return {n: {in_memory[n][key]: each for key, each in layers.items()} for n, layers in found.items()}

@@ -135,11 +135,13 @@ def test_text_encoder_decides_between_1_and_2() -> None:
 
 
 def test_model_spec_tells_v_prediction() -> None:
-    spec = model_spec("v2", title="mine", prediction_type="v_prediction", side=768)
-    assert spec["modelspec.architecture"] == "stable-diffusion-v2-768-v"
-    assert (spec["modelspec.prediction_type"], spec["modelspec.resolution"]) == ("v", "768x768")
-    spec = model_spec("v2", title="mine", prediction_type="epsilon", side=512)
-    assert spec["modelspec.architecture"] == "stable-diffusion-v2-512"
+    model = LatentDiffusion.build("sd21", device="meta")
+    spec, version = model_spec(model.family, model.components, title="mine", prediction_type="v_prediction")
+    assert (spec["modelspec.architecture"], version) == ("stable-diffusion-v2-768-v", "sd_v2_v")
+    side = model.resolution
+    assert (spec["modelspec.prediction_type"], spec["modelspec.resolution"]) == ("v", f"{side}x{side}")
+    spec, version = model_spec(model.family, model.components, title="mine", prediction_type="epsilon")
+    assert (spec["modelspec.architecture"], version) == ("stable-diffusion-v2-512", "sd_v2")
     assert spec["modelspec.prediction_type"] == "epsilon"
 
 

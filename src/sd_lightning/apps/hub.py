@@ -166,7 +166,8 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     optimizer = str(_at(settings, "optimizer._target_")).rpartition(".")[2]
     told |= {"optimizer": optimizer, **{key.replace("_", " "): summary.get(key) for key in _FIGURES}}
     told |= {name: version(name) for name in ("sd-lightning", "diffusers", "transformers")}
-    rows = [f"| {key} | {value} |" for key, value in told.items() if value not in (None, False, "None")]
+    told = {key: f"{each:.4g}" if isinstance(each, float) else each for key, each in told.items()}
+    rows = [f"| {key} | {value} |" for key, value in told.items() if value not in (None, False, "", "None")]
     what = f"{'LoRA adapters' if weights else 'A model'}{f' for {base}' if base else ''}, trained with sd_lightning."
     trigger = ["## Trigger words", f"Write `{prompt}` to get the subject."] if prompt else []
     licence = source.get("license_link") or source.get("license")

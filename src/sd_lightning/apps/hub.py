@@ -64,7 +64,9 @@ def check(repo_id: str, run_dir: Path | None) -> None:
 
     api, owner, found = HfApi(), repo_id.rpartition("/")[0], None
     try:
-        validate_repo_id(repo_id if owner else "")
+        validate_repo_id(repo_id)
+        if not owner:
+            raise HFValidationError("it has no /")
         problem = _missing_right(api.whoami(), owner, repo_id)
         found = None if problem else api.model_info(repo_id)
     except RepositoryNotFoundError:

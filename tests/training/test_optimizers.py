@@ -92,6 +92,19 @@ def test_schedule_free_averages_and_validates_amid_accumulation() -> None:
         assert max((validated[name] - whole[name]).abs().max() for name in whole) < 1e-6
 
 
+def test_a_users_own_hook_is_called_once_a_batch() -> None:
+    class Mine(SDLightningModule):
+        batches: tuple[int, ...] = ()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.batches += (batch_idx,)
+
+    module = small.module(train_text_encoder=False)
+    module.__class__ = Mine
+    small.fit(module, small.data(), 2)
+    assert module.batches == (0, 1)
+
+
 def test_they_need_whole_weights() -> None:
     pytest.importorskip("prodigyopt")
     module = small.module(optimizer=prodigy)

@@ -255,8 +255,6 @@ def test_the_main_job_refuses_broken_weights_before_it_makes_a_folder_or_joins_o
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every process looks at the files it will read, also where each machine has its own."""
-    if torch.distributed.is_initialized():  # a training in this process, by another file's test
-        torch.distributed.destroy_process_group()
     cut(copy)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "1")

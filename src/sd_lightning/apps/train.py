@@ -77,7 +77,7 @@ def _run(
     asked: Callable[[], bool] | None,
     uploads: RunUploads | None,
 ) -> int:
-    from sd_lightning.callbacks import SampleGrid, StopOnSignal
+    from sd_lightning.callbacks import Evaluation, SampleGrid, StopOnSignal
 
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
@@ -131,7 +131,13 @@ def _run(
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
-            return finish(trainer, datamodule, spec)
+            code = finish(trainer, datamodule, spec)
+    evaluation = callback_of(trainer, Evaluation)
+    if evaluation is not None and code == 0 and is_first_process():
+        from sd_lightning.apps.evaluate import EvaluationRequest, evaluate
+
+        evaluate(EvaluationRequest(**vars(evaluation), run=str(run_dir), data=datamodule))
+    return code
 
 
 def build_data(spec: RunSpec) -> SDDataModule:

@@ -4,8 +4,9 @@
 ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint), ``frozen-weights/`` (weights in
 trained networks that are not trained, if there are any), ``pipeline/`` (the result, linked from the last checkpoint),
 ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's memory was traced, ``memory_timeline.json``,
-and with ``strategy=auto`` ``plan.json``. A folder with foreign files and no mark is refused. Files that operating
-systems create by themselves (``.DS_Store``, ``lost+found``, …) are ignored.
+with ``strategy=auto`` ``plan.json``, and if it was evaluated ``evaluation.json`` and ``evaluation/``. A folder with
+foreign files and no mark is refused. Files that operating systems create by themselves (``.DS_Store``, ``lost+found``,
+…) are ignored.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ MARK = ".sd_lightning"
 """A small JSON file in every run's folder."""
 PLAN = "plan.json"
 """The plan of a run with ``strategy=auto``, and its rivals."""
+EVALUATION = "evaluation.json"
+"""What ``python -m sd_lightning.evaluate`` has measured; its pictures are in the folder ``evaluation``."""
 LOCK = ".lock"
 """Lock file with the process and machine that work in a run's folder."""
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
-_RECORDS = ("config.yaml", "logs", "samples", "summary.json", "report.html", "memory_timeline.json", PLAN)
-_NAMES = (*_RECORDS, "checkpoints", "frozen", "frozen-weights", "pipeline")
+_RECORDS = ("config.yaml", "logs", "samples", "summary.json", "report.html", "memory_timeline.json", PLAN, EVALUATION)
+_NAMES = (*_RECORDS, "evaluation", "checkpoints", "frozen", "frozen-weights", "pipeline")
 """Names in a run's folder."""
 _WRITTEN = (
     *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html"),
     *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
     *("checkpoints/.trash-*", "samples/step-*.png", "logs/**/metrics.csv", "logs/**/hparams.yaml"),
     *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
-    *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
+    *(PLAN, EVALUATION, "evaluation/[0-9]*.png", ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
 _SHOWN = 5
@@ -238,7 +241,7 @@ def delete_written(run_dir: Path) -> None:
             for part in set(path.iterdir()) - set(kept):
                 shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
     emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers create their folders before they write
-    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
+    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline", "evaluation"))]:
         with suppress(OSError):  # it is not empty, not there, or a link
             folder.rmdir()
 
@@ -421,7 +424,7 @@ def go_back(run_dir: Path, step: int) -> None:
     """Set aside the checkpoints and results of later steps when a run resumes at an earlier one."""
     moved = checkpoint.set_aside(run_dir, step)
     if _finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
-        for name in ("pipeline", "report.html", "summary.json"):  # summary.json last: it has the step of the others
+        for name in (EVALUATION, "pipeline", "report.html", "summary.json"):  # the last has the step of the others
             if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
                 new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
                 new.parent.mkdir(exist_ok=True)

@@ -30,7 +30,6 @@ from sd_lightning.data.transform import place
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.models.image_features import ImageFeatures
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.quantization import quantize_
 from sd_lightning.report import read_metrics, write_report
 from sd_lightning.report.evaluation import HEAD, read_evaluation, table
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluationRequest(EvaluationOptions):
     """Settings of the evaluation; ``conf/evaluate.yaml`` explains the keys."""
 
@@ -58,14 +57,14 @@ class EvaluationRequest(EvaluationOptions):
     device: str = "auto"
     output_dir: str | None = None
 
-    def generation(self, spec: RunSpec, data: SDDataModule) -> GenerationRequest:
+    def generation(self, pipeline: Path, spec: RunSpec, data: SDDataModule) -> GenerationRequest:
         """Return how to draw: as the run does where nothing is given, at the size of its images."""
         settings = {each.name: spec.get(f"sampling.{each.name}") for each in fields(SamplingOptions)}
         names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size")
         settings |= {name: value for name in names if (value := getattr(self, name)) is not None}
         side = data.images.resolution
         settings = {"height": side, "width": side} | {name: each for name, each in settings.items() if each is not None}
-        return GenerationRequest(run=self.run, seed=self.seed, device=self.device, **settings)
+        return GenerationRequest(run=str(pipeline), seed=self.seed, device=self.device, **settings)
 
 
 def run(cfg: DictConfig) -> int:
@@ -76,14 +75,13 @@ def run(cfg: DictConfig) -> int:
 def evaluate(request: EvaluationRequest) -> int:
     """Draw the pictures that are missing, measure, print a table and write ``evaluation.json``; return 0."""
     run_dir, device = Path(request.run), find_device(request.device, who="evaluate")
-    spec = _spec_of(run_dir)
+    pipeline, spec = runs.find_pipeline(request.run, who="run"), _spec_of(run_dir)
     data = request.data or _data_of(spec, request.run)
     source, features = held_out(data), request.read_features(data, device)
     classifier = data.source_train.classifier
-    generation = request.generation(spec, data)
+    generation = request.generation(pipeline, spec, data)
     place_of_run = run_dir if runs.is_run(run_dir) else None
     output_dir = Path(request.output_dir or (place_of_run or Path()) / "evaluation")
-    pipeline = find_folder(generation.source, revision=None, variant=None)
     options, _ = checked_options(generation, pipeline)
     weights = [file_evidence(file, thorough=True) for file in sorted(pipeline.rglob("*.safetensors"))]
     folder = _opened(output_dir, request.run)

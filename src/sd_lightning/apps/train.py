@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -136,7 +136,7 @@ def _run(
     if evaluation is not None and code == 0 and is_first_process():
         from sd_lightning.apps.evaluate import EvaluationRequest, evaluate
 
-        evaluate(EvaluationRequest(**vars(evaluation), run=str(run_dir), data=datamodule))
+        evaluate(EvaluationRequest(**asdict(evaluation), run=str(run_dir), data=datamodule))
     return code
 
 

@@ -10,7 +10,7 @@ import torch
 from sd_lightning.training.evaluation import EvaluationOptions
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # one is not another with the same settings, and has a hash
 class Evaluation(EvaluationOptions, pl.Callback):
     """Callback that has a finished run evaluated as ``python -m sd_lightning.evaluate`` does.
 

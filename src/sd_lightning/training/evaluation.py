@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,21 +11,26 @@ from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.source import Source
 from sd_lightning.models.image_features import ImageFeatures, read_image_features
 
-Metric = Literal["fid", "kid", "clip_score"]
+METRICS = ("fid", "kid", "clip_score")
 _FEWEST = 10
 """Pictures without which nothing is measured on them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluationOptions:
     """What is measured; ``conf/evaluate.yaml`` explains the keys."""
 
-    metrics: Sequence[Metric] = ()
+    metrics: list[str] = field(default_factory=list)
     features: str | None = None
     num_samples: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if {*self.metrics} - {*METRICS}:
+            raise UsageError(
+                f"evaluate got metrics=[{','.join(self.metrics)}]; expected some of {', '.join(METRICS)}; caption gap "
+                "and prompted accuracy are measured anyway; write 'metrics=[kid]'"
+            )
         check_at_least("evaluate", _FEWEST, num_samples=_FEWEST if self.num_samples is None else self.num_samples)
         check_at_least("evaluate", 0, seed=self.seed)
         if self.metrics and self.features is None:

@@ -24,10 +24,10 @@ from sd_lightning.training.estimates import frechet_distance, share_estimate
 QUICK = ("num_inference_steps=2", "guidance_scale=3", "device=cpu")
 TRAIN = (
     "trainer.max_steps=4",
-    "data.num_val_samples=20",
-    "callbacks.samples=null",
-    "data.batch_size=16",
     "trainer.val_check_interval=4",
+    "data.num_val_samples=20",
+    "data.batch_size=16",
+    "callbacks.samples=null",
 )
 
 

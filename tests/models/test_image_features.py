@@ -148,3 +148,16 @@ def test_inception_is_read_from_safetensors_too(folder: Path, tmp_path: Path) ->
     with torch.no_grad():
         same = read_inception(tmp_path / "inception.safetensors")(pixels)
         assert torch.equal(same, read_inception(folder / "inception.pth")(pixels))
+
+
+@pytest.mark.gpu
+def test_features_on_a_gpu_are_those_of_the_cpu(folder: Path, gpu_accelerator: str) -> None:
+    for name in ("clip", "dinov2", "inception.pth"):
+        there = read_image_features(str(folder / name), device=torch.device(gpu_accelerator))
+        found, expected = there.images(pictures()), read(folder / name).images(pictures())
+        torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-3)
+        assert found.device.type == "cpu"
+    captions = ["a handwritten three", "the digit seven"]
+    clip = read_image_features(str(folder / "clip"), device=torch.device(gpu_accelerator))
+    expected = read(folder / "clip").caption_scores(found := clip.images(pictures()), captions)
+    torch.testing.assert_close(clip.caption_scores(found, captions), expected, rtol=5e-3, atol=0.1)

@@ -3,6 +3,8 @@
 import functools
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,10 @@ def test_other_held_out_images_and_other_weights_are_measured_anew(cli: Any, run
     assert evaluation(run_dir)["held_out"] == 25
     code, out = call_main(train, *TRAIN, "output_dir=runs/a", "resume=auto", "trainer.max_steps=5")
     assert code == 0, out
+    shutil.copytree(run_dir, "a/c")
+    assert "caption gap" not in call_main(compare, "runs/a", "a/c", "output=null")[1], "it is of earlier weights"
     assert "of which 20 are drawn now" in cli(f"run={run_dir}", *QUICK)[1]
+    assert "caption gap" in call_main(compare, "runs/a", "a/c", "output=null")[1]
 
 
 def test_a_run_ends_with_an_evaluation_and_runs_are_compared_by_it(
@@ -167,6 +172,28 @@ def test_a_run_ends_with_an_evaluation_and_runs_are_compared_by_it(
     assert "evaluations differ" in call_main(compare, "runs/b", "runs/c", "output=null")[1]
     Path("runs/c/evaluation.json").write_text("{")
     assert call_main(compare, "runs/b", "runs/c", "output=null")[0] == 0, "a damaged one is none"
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_evaluates(call_main: Any, networks: Path) -> None:
+    """The other one has ended by then."""
+    given = [
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+        "strategy=ddp",
+        "callbacks=evaluation",
+        "output_dir=runs/d",
+    ]
+    given += [
+        "callbacks=evaluation",
+        "callbacks.evaluation.metrics=[kid]",
+        f"callbacks.evaluation.features={networks / 'clip'}",
+    ]
+    command = [sys.executable, "-m", "sd_lightning.train", *TRAIN, *given, "sampling.num_inference_steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to runs/d/evaluation.json") == 1
+    assert evaluation(Path("runs/d"))["metrics"]["KD-CLIP"]["count"] == 20
 
 
 def test_a_feature_network_is_tried_before_training(call_main: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from PIL import Image
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from sd_lightning.apps.class_images import MissingPicture
 from sd_lightning.apps.generate import GenerationRequest, checked_options, find_device, load_model, picture_settings
 from sd_lightning.apps.pictures import settings_of
 from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.callbacks.samples import first_captions
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample
@@ -92,7 +94,7 @@ def evaluate(request: EvaluationRequest) -> int:
         estimates = {} if int8 else _caption_gap(model, data, spec, device)
         wanted: list[MissingPicture] = []
         if features is not None or classifier is not None:
-            captions = [source.captions(index)[0] for index in range(len(source))]
+            captions = list(first_captions(source))
             count = request.num_samples or len(source)
             wanted = [
                 MissingPicture(captions[i % len(captions)], output_dir / f"{i:06d}.png", request.seed + i)
@@ -114,6 +116,7 @@ def evaluate(request: EvaluationRequest) -> int:
         folder.unlock()
     record = {
         "run": request.run,
+        "steps": runs.finished_step(place_of_run or output_dir),
         "date": datetime.now(UTC).date().isoformat(),
         "num_samples": len(wanted),
         "held_out": len(source),
@@ -203,7 +206,7 @@ def _prompted_accuracy(classifier: Any, pictures: Sequence[MissingPicture]) -> d
     judged = [each for each in pictures if each.prompt in labels]
     if not judged:
         return {}
-    images = [Image.open(each.path) for each in judged]
+    images = [Image.open(each.path).convert("RGB") for each in judged]  # which closes the file
     share = classifier.accuracy(images, [labels[each.prompt] for each in judged])
     return {"prompted accuracy": share_estimate(share, len(judged))}
 
@@ -230,7 +233,8 @@ def _caption_gap(
     module = SDLightningModule(model, objective=spec.objective, seed=spec.get("seed", 0))
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     devices = 1 if device.type == "cpu" else [device.index or 0]
-    options: Any = {"accelerator": device.type, "devices": devices, "callbacks": [kept], **off}
+    alone = [LightningEnvironment()]  # under SLURM, Lightning would ask for a device for each task
+    options: Any = {"accelerator": device.type, "devices": devices, "callbacks": [kept], "plugins": alone, **off}
     pl.Trainer(**options).validate(module, data, verbose=False)
     return {"caption gap": mean_estimate(torch.cat(kept.gaps))} if kept.gaps else {}
 

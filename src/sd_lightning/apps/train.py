@@ -136,7 +136,8 @@ def _run(
     if evaluation is not None and code == 0 and is_first_process():
         from sd_lightning.apps.evaluate import EvaluationRequest, evaluate
 
-        evaluate(EvaluationRequest(**asdict(evaluation), run=str(run_dir), data=datamodule))
+        device = trainer.strategy.root_device.type
+        evaluate(EvaluationRequest(**asdict(evaluation), run=str(run_dir), data=datamodule, device=device))
     return code
 
 

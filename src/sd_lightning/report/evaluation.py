@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from sd_lightning.report.drawing import number
-from sd_lightning.storage.runs import EVALUATION
+from sd_lightning.storage.runs import EVALUATION, finished_step
 from sd_lightning.storage.untrusted import read_json
 
 HEAD = ("metric", "value", "95 % interval", "pictures", "note")
 
 
 def read_evaluation(run_dir: Path) -> dict[str, Any]:
-    """Return what was measured of a run; an empty dictionary if nothing was, or it cannot be read."""
+    """Return what was measured of a run as it is now; an empty dictionary if nothing was, or it cannot be read."""
     try:
         found = read_json(run_dir / EVALUATION)
-        return found if table(found) else {}
+        return found if table(found) and found["steps"] == finished_step(run_dir) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -322,7 +322,7 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     root = far_runs.fetch(os.fspath(path), who=who, pipeline=True) if far_runs.is_url(path) else Path(path)
     for candidate in (root, root / "pipeline"):
         if (candidate / "model_index.json").is_file():
-            later = _newest_after(root, _finished_step(root)) if candidate != root else None
+            later = _newest_after(root, finished_step(root)) if candidate != root else None
             return candidate if later is None else later / "pipeline"
     if not root.exists():
         raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
@@ -409,10 +409,10 @@ def check_unused(run_dir: Path) -> None:
 
 def is_finished(run_dir: Path, step: int) -> bool:
     """Return whether a run has ended at a step and written its results."""
-    return _finished_step(run_dir) == step
+    return finished_step(run_dir) == step
 
 
-def _finished_step(run_dir: Path) -> int:
+def finished_step(run_dir: Path) -> int:
     """Return the step of a run's results, -1 if ``summary.json`` has none."""
     try:
         return int(read_json(run_dir / "summary.json")["steps"])
@@ -423,7 +423,7 @@ def _finished_step(run_dir: Path) -> int:
 def go_back(run_dir: Path, step: int) -> None:
     """Set aside the checkpoints and results of later steps when a run resumes at an earlier one."""
     moved = checkpoint.set_aside(run_dir, step)
-    if _finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
+    if finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
         for name in (EVALUATION, "pipeline", "report.html", "summary.json"):  # the last has the step of the others
             if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
                 new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"

@@ -222,7 +222,7 @@ def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
     assert (
         PROGRAMS
-        == {"train", "dreambooth", "generate", "export", "precompute", "plan", "compare", "doctor"}
+        == {"train", "dreambooth", "generate", "evaluate", "export", "precompute", "plan", "compare", "doctor"}
         == {*apps.PROGRAMS}
     ), "give it a test below"
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}

@@ -25,7 +25,7 @@ ORDER = (
     ("callbacks",),
     ("remote",),
     ("apps",),
-    ("train", "generate", "export", "precompute", "plan", "compare", "doctor"),
+    ("train", "generate", "evaluate", "export", "precompute", "plan", "compare", "doctor"),
     ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
@@ -47,6 +47,7 @@ MAY_KNOW = {
     "train": HYDRA,
     "dreambooth": HYDRA,
     "generate": HYDRA,
+    "evaluate": HYDRA,
     "export": HYDRA,
     "precompute": HYDRA,
     "plan": HYDRA,

@@ -14,7 +14,7 @@ from transformers import T5EncoderModel
 import small_training as small
 from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDLightningModule
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.generate import GenerationRequest, _checked
+from sd_lightning.apps.generate import GenerationRequest, checked_options
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.families import architecture
 from sd_lightning.models.generation import generate
@@ -123,7 +123,7 @@ def test_a_negative_prompt_that_the_denoiser_ignores_is_refused_before_weights_a
     dev.save_pretrained(tmp_path)
     (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(UsageError, match="negative_prompt='x'.* in one pass .*; leave negative_prompt out"):
-        _checked(GenerationRequest(run=str(tmp_path), prompts=PROMPTS, negative_prompt="x"), tmp_path)
+        checked_options(GenerationRequest(run=str(tmp_path), prompts=PROMPTS, negative_prompt="x"), tmp_path)
     with pytest.raises(UsageError, match="negative_prompt='x'.* in one pass"):
         ours(dev, 3.5, "x")
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,9 @@ def draw(
     *,
     options: SamplingOptions,
     device: torch.device,
-    source: str,
+    settings: Mapping[str, Any],
+    what: str = "class images",
+    setting: str = "class_data_dir",
 ) -> None:
     """Draw pictures, in batches, behind a bar in a terminal.
 
@@ -102,20 +104,22 @@ def draw(
         missing: Pictures to draw.
         options: Sampling options; ``batch_size`` pictures are drawn at a time.
         device: Device to draw on.
-        source: Name of the model, for the metadata.
+        settings: For the metadata, beside prompt and seed.
+        what: Name of the pictures.
+        setting: Name of the folder's setting.
 
     Raises:
         UsageError: A folder cannot be written.
     """
     options.check(model)  # before the bar
-    bar = start_bar("class images", len(missing))
+    bar = start_bar(what, len(missing))
     try:
         for begin in range(0, len(missing), options.batch_size):
             batch = missing[begin : begin + options.batch_size]
             prompts, seeds = [each.prompt for each in batch], [each.seed for each in batch]
             images = generate(model, prompts, seeds=seeds, options=options, device=device)
             for image, each in zip(images, batch, strict=True):
-                _write(image, each, {"model": source, "prompt": each.prompt, "seed": each.seed})
+                _write(image, each, {**settings, "prompt": each.prompt, "seed": each.seed}, setting)
             if bar is not None:
                 bar.advance(bar.task_ids[0], len(batch))
     finally:
@@ -163,7 +167,7 @@ def _check_prompt(picture: Path, prompt: str, folder: str | Path) -> None:
         )
 
 
-def _write(image: Image.Image, picture: MissingPicture, settings: dict[str, Any]) -> None:
+def _write(image: Image.Image, picture: MissingPicture, settings: dict[str, Any], setting: str) -> None:
     """Write a PNG under a temporary name, and rename it."""
     try:
         picture.path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +175,6 @@ def _write(image: Image.Image, picture: MissingPicture, settings: dict[str, Any]
             write_png(image, tmp, settings)
     except OSError as error:
         raise UsageError(
-            f"dreambooth cannot write {picture.path} ({error.strerror or error}); free space, or choose another "
-            "class_data_dir=<folder>; the pictures drawn so far are kept"
+            f"{setting}: {picture.path} cannot be written ({error.strerror or error}); free space, or choose another "
+            f"{setting}=<folder>; the pictures drawn so far are kept"
         ) from error

@@ -19,6 +19,7 @@ from sd_lightning.apps.compared_run import ComparedRun, read_runs, section
 from sd_lightning.apps.settings import differences
 from sd_lightning.planner.devices import table_of
 from sd_lightning.report.compare import columns, grouped, prices, write_compare_page, write_compare_picture
+from sd_lightning.report.evaluation import circumstances
 from sd_lightning.storage.atomic import write_whole
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     if unfinished:
         verb = "is" if len(unfinished) == 1 else "are"
         out.append(f"{', '.join(unfinished)} {verb} not finished, and compared by what was logged so far")
+    if len({circumstances(run.evaluation) for run in runs} - {""}) > 1:
+        out.append("evaluations differ in pictures, settings or networks: only metrics measured alike can be compared")
     if runs[0].images_per_second is None:
         out.append(f"{runs[0].name}, the baseline, has no img/s: give another run first for speed-ups")
     return out

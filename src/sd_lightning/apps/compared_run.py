@@ -14,6 +14,7 @@ from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.settings import preset_name
+from sd_lightning.report.evaluation import read_evaluation
 from sd_lightning.report.metrics import Series, read_metrics, smoothed
 from sd_lightning.storage import atomic, far_runs, runs
 from sd_lightning.storage.untrusted import read_json, read_yaml
@@ -50,6 +51,8 @@ class ComparedRun:
     """Step, counted from 1, and loss."""
     rates: Series
     """Step, counted from 1, and images per second."""
+    evaluation: Mapping[str, Any]
+    """What ``evaluate`` has written; empty if it was not evaluated."""
 
     @property
     def is_measured(self) -> bool:
@@ -148,6 +151,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         peak_gib=max(peaks) if peaks else _positive(summary.get("peak_memory_gib")),
         losses=_finite(metrics.get(LOSS, ())),
         rates=rates,
+        evaluation=read_evaluation(folder),
     )
 
 
@@ -181,7 +185,7 @@ def _folder(text: str) -> Path:
 
 
 def _is_compared(name: str) -> bool:
-    return name in ("config.yaml", "summary.json", runs.PLAN) or name.endswith("/metrics.csv")
+    return name in ("config.yaml", "summary.json", runs.PLAN, runs.EVALUATION) or name.endswith("/metrics.csv")
 
 
 def _is_run(folder: Path) -> bool:

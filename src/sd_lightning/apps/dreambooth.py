@@ -325,7 +325,7 @@ def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPictu
     if spec.lora is not None and spec.lora.base is not None and not spec.starts_from_lightning:  # that is quantised
         spec.lora.quantize_base_(model.denoiser, model.deferred.pop(model.family.denoiser, None))
     model.read_deferred(device)
-    class_images.draw(model, missing, options=sampling, device=device, source=base)
+    class_images.draw(model, missing, options=sampling, device=device, settings={"model": base})
 
 
 def load_base(spec: RunSpec) -> LatentDiffusion:

@@ -109,7 +109,7 @@ def run(cfg: DictConfig) -> int:
     only_save = request.save_to is not None and not request.prompts
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
-    device = _device(request)
+    device = find_device(request.device)
     check_offload(request.offload, device)
     if not 0 <= request.seed <= 2**63 - len(prompts):
         raise UsageError(
@@ -119,8 +119,8 @@ def run(cfg: DictConfig) -> int:
     check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
-    options, inputs = _checked(request, folder)
-    model, configs = _load(request, device)
+    options, inputs = checked_options(request, folder)
+    model, configs = load_model(request, device)
     options.check(model)
     drawn = replace(options, batch_size=min(options.batch_size, len(prompts) or 1))
     structure = partial(_structure, request, configs)
@@ -150,12 +150,12 @@ def run(cfg: DictConfig) -> int:
                     print_rank_memory(model, whole, drawn, rank.size)
             if device.type == "cuda" and (configs or request.offload):
                 print(f"measured peak on the GPU: {readable_bytes(torch.cuda.max_memory_allocated(device))}")
-            settings = _settings(request, options, model.sampling_scheduler(request.scheduler))
+            settings = picture_settings(request, options, model.sampling_scheduler(request.scheduler))
             print(write_pictures(images, prompts, seeds, settings, output_dir, request.columns))
     return 0
 
 
-def _checked(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions, dict[str, Any]]:
+def checked_options(request: GenerationRequest, folder: Path) -> tuple[SamplingOptions, dict[str, Any]]:
     """Return options and inputs as the pipeline in a folder has them, checked before weights are read.
 
     Files that are missing are reported when the model is loaded.
@@ -216,7 +216,7 @@ def _read_inputs(request: GenerationRequest, family: Family) -> dict[str, Any]:
     return given | pictures
 
 
-def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: Any) -> dict[str, Any]:
+def picture_settings(request: GenerationRequest, options: SamplingOptions, scheduler: Any) -> dict[str, Any]:
     """Return the settings that a picture depends on; of the less common ones those that are given.
 
     Other batches and other numbers of devices change its rounding, and are left out.
@@ -235,7 +235,7 @@ def _settings(request: GenerationRequest, options: SamplingOptions, scheduler: A
     return usual | {name: value for name, value in given.items() if value}
 
 
-def _load(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | dict[str, Int8]]:
+def load_model(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | dict[str, Int8]]:
     """Return the model, and the int8 settings: those asked for, or by network those it was saved with, if any.
 
     Its weights are still in files then: ``quantize_`` reads them a few rows at a time, and on each rank a part.
@@ -333,9 +333,13 @@ def read_prompts(prompts: Any) -> list[str]:
     return captions
 
 
-def _device(request: GenerationRequest) -> torch.device:
-    """Return the device to compute on; of several ranks each has its own."""
-    name = request.device
+def find_device(name: str, *, who: str = "generate") -> torch.device:
+    """Return the device to compute on, "auto" if need be; of several ranks each has its own.
+
+    Raises:
+        UsageError: It is not there.
+    """
+    given = name
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -343,7 +347,7 @@ def _device(request: GenerationRequest) -> torch.device:
         torch.zeros(1, device=device).item()  # "meta" has tensors, but no values
     except (RuntimeError, AssertionError, ImportError) as error:
         raise UsageError(
-            f"generate got device={request.device}, which is not there to compute on; expected auto, cpu, or cuda "
+            f"{who} got device={given}, which is not there to compute on; expected auto, cpu, or cuda "
             "where there is such a GPU; write device=cpu or auto"
         ) from error
     return device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ def _run(
     asked: Callable[[], bool] | None,
     uploads: RunUploads | None,
 ) -> int:
-    from sd_lightning.callbacks import SampleGrid, StopOnSignal
+    from sd_lightning.callbacks import Evaluation, SampleGrid, StopOnSignal
 
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
@@ -131,7 +131,14 @@ def _run(
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
-            return finish(trainer, datamodule, spec)
+            code = finish(trainer, datamodule, spec)
+    evaluation = callback_of(trainer, Evaluation)
+    if evaluation is not None and code == 0 and is_first_process():
+        from sd_lightning.apps.evaluate import EvaluationRequest, evaluate
+
+        device = trainer.strategy.root_device.type
+        evaluate(EvaluationRequest(**asdict(evaluation), run=str(run_dir), data=datamodule, device=device))
+    return code
 
 
 def build_data(spec: RunSpec) -> SDDataModule:

@@ -160,11 +160,11 @@ def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
     if classifier is not None:
         return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    held_out = [] if data.source_val is None else list(islice(_captions(data.source_val), count))
-    return held_out or list(islice(_captions(data.source_train), count))
+    held_out = [] if data.source_val is None else list(islice(first_captions(data.source_val), count))
+    return held_out or list(islice(first_captions(data.source_train), count))
 
 
-def _captions(source: Source) -> Iterator[str]:
+def first_captions(source: Source) -> Iterator[str]:
     """Yield the caption of each sample that has one."""
     for i in range(len(source)):
         with suppress(BadSample):

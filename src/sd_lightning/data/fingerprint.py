@@ -121,7 +121,7 @@ def _mixed(saved: Mapping[str, Any], ours: Fingerprint) -> list[str]:
     return differences
 
 
-def file_evidence(path: str, *, thorough: bool) -> str:
+def file_evidence(path: str | os.PathLike[str], *, thorough: bool) -> str:
     """Return a hash of a file's size and three pieces if ``thorough``, else its size and date; "" if unreadable."""
     try:
         status = os.stat(path)
@@ -130,7 +130,7 @@ def file_evidence(path: str, *, thorough: bool) -> str:
     return part_evidence(path, 0, status.st_size) if thorough else f"{status.st_size} {status.st_mtime_ns}"
 
 
-def part_evidence(path: str, begin: int, size: int) -> str:
+def part_evidence(path: str | os.PathLike[str], begin: int, size: int) -> str:
     """Return a hash of the size and three pieces of a part of a file, which begins at ``begin``; "" if unreadable."""
     try:
         with open(path, "rb", buffering=0) as file:

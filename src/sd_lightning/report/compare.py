@@ -6,6 +6,7 @@ import html
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ def columns(runs: Sequence[Data]) -> dict[str, list[str]]:
     def cells(key: str, form: Callable[[Any], str] = str) -> list[str]:
         return ["-" if run[key] is None else form(run[key]) for run in runs]
 
+    metrics = [run["evaluation"].get("metrics", {}) for run in runs]
+    evaluated = {name: [_with_interval(each.get(name)) for each in metrics] for name in dict.fromkeys(chain(*metrics))}
     return {
         "run": [str(run["name"]) for run in runs],
         "strategy": cells("strategy"),
@@ -94,7 +97,15 @@ def columns(runs: Sequence[Data]) -> dict[str, list[str]]:
         "loss": cells("final_loss", "{:.4g}".format),
         "at step": cells("last_step", "{:,}".format),
         "$/million": cells("dollars_per_million", "{:,.2f}".format),
+        **evaluated,
     }
+
+
+def _with_interval(estimate: Data | None) -> str:
+    if estimate is None:
+        return "-"
+    half = (estimate["high"] - estimate["low"]) / 2
+    return f"{number(estimate['value'])} ± {number(float(f'{half:.2g}'))}"
 
 
 def _rate(run: Data) -> str:

@@ -17,8 +17,9 @@ from typing import Any, TypeGuard
 from PIL import Image
 
 from sd_lightning.report.charts import render_charts
-from sd_lightning.report.document import section, tiles, write_document
+from sd_lightning.report.document import rows, section, tiles, write_document
 from sd_lightning.report.drawing import number
+from sd_lightning.report.evaluation import HEAD, read_evaluation, table
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
 from sd_lightning.report.plan import plan_section
@@ -40,7 +41,7 @@ def write_report(
     """Write ``report.html``: one file that opens anywhere, without a network and without JavaScript.
 
     It shows the key numbers, the sample grids ``samples/step-*.png`` of the run folder, loss, caption gap, throughput
-    and learning rate by step, the plan, the whole summary, and the configuration. It says what is missing.
+    and learning rate by step, an evaluation, the plan, the whole summary, and the configuration; and what is missing.
 
     Args:
         run_dir: The run's folder; its name is the title.
@@ -62,6 +63,7 @@ def write_report(
             "Training",
             render_charts(metrics) if metrics else '<p class="absent">No metrics were logged in this run.</p>',
         ),
+        section("Evaluation", rows(HEAD, table(found))) if (found := read_evaluation(run_dir)) else "",
         _plan(run_dir / PLAN, summary),
         memory_section(run_dir / TIMELINE_NAME),
         section("Summary", _summary_table(summary)),
@@ -173,11 +175,11 @@ def _picture(step: int, path: Path, max_pixels: int) -> tuple[str, float]:
 def _summary_table(summary: Mapping[str, Any]) -> str:
     if not summary:
         return '<p class="absent">The run has no summary.</p>'
-    rows = "".join(
+    lines = "".join(
         f"<tr><th scope=row><code>{html.escape(str(key))}</code></th><td>{_cell(str(key), value)}</td></tr>"
         for key, value in summary.items()
     )
-    return f'<div class="card scroll"><table>{rows}</table></div>'
+    return f'<div class="card scroll"><table>{lines}</table></div>'
 
 
 def _cell(key: str, value: Any) -> str:

@@ -4,8 +4,9 @@
 ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint), ``frozen-weights/`` (weights in
 trained networks that are not trained, if there are any), ``pipeline/`` (the result, linked from the last checkpoint),
 ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's memory was traced, ``memory_timeline.json``,
-and with ``strategy=auto`` ``plan.json``. A folder with foreign files and no mark is refused. Files that operating
-systems create by themselves (``.DS_Store``, ``lost+found``, …) are ignored.
+with ``strategy=auto`` ``plan.json``, and if it was evaluated ``evaluation.json`` and ``evaluation/``. A folder with
+foreign files and no mark is refused. Files that operating systems create by themselves (``.DS_Store``, ``lost+found``,
+…) are ignored.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ MARK = ".sd_lightning"
 """A small JSON file in every run's folder."""
 PLAN = "plan.json"
 """The plan of a run with ``strategy=auto``, and its rivals."""
+EVALUATION = "evaluation.json"
+"""What ``python -m sd_lightning.evaluate`` has measured; its pictures are in the folder ``evaluation``."""
 LOCK = ".lock"
 """Lock file with the process and machine that work in a run's folder."""
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
-_RECORDS = ("config.yaml", "logs", "samples", "summary.json", "report.html", "memory_timeline.json", PLAN)
-_NAMES = (*_RECORDS, "checkpoints", "frozen", "frozen-weights", "pipeline")
+_RECORDS = ("config.yaml", "logs", "samples", "summary.json", "report.html", "memory_timeline.json", PLAN, EVALUATION)
+_NAMES = (*_RECORDS, "evaluation", "checkpoints", "frozen", "frozen-weights", "pipeline")
 """Names in a run's folder."""
 _WRITTEN = (
     *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html"),
     *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
     *("checkpoints/.trash-*", "samples/step-*.png", "logs/**/metrics.csv", "logs/**/hparams.yaml"),
     *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
-    *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
+    *(PLAN, EVALUATION, "evaluation/[0-9]*.png", ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
 _SHOWN = 5
@@ -246,7 +249,7 @@ def delete_written(run_dir: Path) -> None:
             for part in set(path.iterdir()) - set(kept):
                 shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
     emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers create their folders before they write
-    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
+    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline", "evaluation"))]:
         with suppress(OSError):  # it is not empty, not there, or a link
             folder.rmdir()
 
@@ -327,7 +330,7 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     root = far_runs.fetch(os.fspath(path), who=who, pipeline=True) if far_runs.is_url(path) else Path(path)
     for candidate in (root, root / "pipeline"):
         if (candidate / "model_index.json").is_file():
-            later = _newest_after(root, _finished_step(root)) if candidate != root else None
+            later = _newest_after(root, finished_step(root)) if candidate != root else None
             return candidate if later is None else later / "pipeline"
     if not root.exists():
         raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
@@ -414,10 +417,10 @@ def check_unused(run_dir: Path) -> None:
 
 def is_finished(run_dir: Path, step: int) -> bool:
     """Return whether a run has ended at a step and written its results."""
-    return _finished_step(run_dir) == step
+    return finished_step(run_dir) == step
 
 
-def _finished_step(run_dir: Path) -> int:
+def finished_step(run_dir: Path) -> int:
     """Return the step of a run's results, -1 if ``summary.json`` has none."""
     try:
         return int(read_json(run_dir / "summary.json")["steps"])
@@ -428,8 +431,8 @@ def _finished_step(run_dir: Path) -> int:
 def go_back(run_dir: Path, step: int) -> None:
     """Set aside the checkpoints and results of later steps when a run resumes at an earlier one."""
     moved = checkpoint.set_aside(run_dir, step)
-    if _finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
-        for name in ("pipeline", "report.html", "summary.json"):  # summary.json last: it has the step of the others
+    if finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
+        for name in (EVALUATION, "pipeline", "report.html", "summary.json"):  # the last has the step of the others
             if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
                 new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
                 new.parent.mkdir(exist_ok=True)

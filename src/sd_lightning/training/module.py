@@ -286,20 +286,20 @@ class SDLightningModule(pl.LightningModule):
         """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""
         return self._losses.mean(self.trained_networks(), batch)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Log and return (B,) the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
 
         The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
         schedule, where captions matter most. A model that ignores its prompts has a gap of zero; the gap shows this
         long before images do. Batches without ``wrong_input_ids`` log no gap.
         """
-        self._evaluate(batch, "val")
+        return self._evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the metrics of :meth:`validation_step` as ``test/loss`` and ``test/caption_gap``."""
         self._evaluate(batch, "test")
 
-    def _evaluate(self, batch: Batch, prefix: str) -> None:
+    def _evaluate(self, batch: Batch, prefix: str) -> dict[str, Tensor]:
         metrics = self._losses.held_out(self.trained_networks(), batch)
         # Padding samples, which fill up the last batches so that all ranks make the same calls, have weight 0.
         weight = batch.get("sample_weight", torch.ones_like(metrics["loss"]))
@@ -307,6 +307,7 @@ class SDLightningModule(pl.LightningModule):
         for name, values in metrics.items():
             mean = (values * weight).sum() / max(count, 1)
             self.log(f"{prefix}/{name}", mean, batch_size=count, sync_dist=True)
+        return metrics
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}

@@ -1,0 +1,253 @@
+"""`python -m sd_lightning.evaluate`: a run's metrics, kept pictures, comparisons and reports, and what is refused."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+
+from feature_networks import save_clip, save_dinov2
+from sd_lightning import LatentDiffusion, compare, evaluate, train
+from sd_lightning.apps import class_images
+from sd_lightning.apps.pictures import settings_of
+from sd_lightning.data.sources.digits import DigitClassifier, Digits
+from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.models.image_features import read_image_features
+from sd_lightning.training.estimates import frechet_distance, share_estimate
+
+QUICK = ("num_inference_steps=2", "guidance_scale=3", "device=cpu")
+TRAIN = (
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=4",
+    "data.num_val_samples=20",
+    "data.batch_size=16",
+    "callbacks.samples=null",
+)
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("networks")
+    save_clip(path / "clip")
+    save_dinov2(path / "dinov2")
+    return path
+
+
+@pytest.fixture
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, evaluate)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to copy a finished run from."""
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path, call_main: Any) -> Path:
+    """A finished run on digits, hardly trained: runs/a of the working folder."""
+    if not (trained / "a").exists():
+        code, out = call_main(train, *TRAIN, "output_dir=runs/a")
+        assert code == 0, out
+        shutil.copytree(tmp_path / "runs/a", trained / "a")
+    else:
+        shutil.copytree(trained / "a", tmp_path / "runs/a")
+    return Path("runs/a")
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def test_a_run_is_measured_on_its_held_out_digits(
+    cli: Any, run_dir: Path, networks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out = cli(f"run={run_dir}", "metrics=[fid,kid,clip_score]", f"features={networks / 'clip'}", *QUICK)
+    assert code == 0, out
+    assert "20 pictures in runs/a/evaluation/, of which 20 are drawn now" in out
+    record = evaluation(run_dir)
+    assert (record["num_samples"], record["held_out"], record["seed"]) == (20, 20, 0)
+    metrics = record["metrics"]
+    assert [*metrics] == ["FD-CLIP", "KD-CLIP", "CLIP score", "caption gap", "prompted accuracy"]
+    assert all(each["low"] <= each["value"] <= each["high"] and each["count"] == 20 for each in metrics.values())
+    assert metrics["FD-CLIP"]["features"] == str(networks / "clip") and "too high" in metrics["FD-CLIP"]["note"]
+    assert all(f"{name} " in out for name in metrics)
+
+    # The same by hand: captions and pictures of the first 20 held-out digits, seeds counting up.
+    digits = Digits("val")
+    prompts = [digits.captions(i)[0] for i in range(20)]
+    options = SamplingOptions(num_inference_steps=2, guidance_scale=3.0, batch_size=16)
+    images = generate(LatentDiffusion.from_pretrained("runs/a/pipeline"), prompts, seeds=range(20), options=options)
+    for i, image in enumerate(images):
+        kept = Image.open(run_dir / f"evaluation/{i:06d}.png")
+        assert kept.tobytes() == image.tobytes() and settings_of(Path(kept.filename))["seed"] == i  # type: ignore[arg-type]
+    clip = read_image_features(str(networks / "clip"), device=torch.device("cpu"))
+    drawn, real = clip.images(images), clip.images([digits.image(i) for i in range(20)])
+    assert metrics["FD-CLIP"]["value"] == pytest.approx(float(frechet_distance(drawn, real)), rel=1e-5)
+    assert metrics["CLIP score"]["value"] == pytest.approx(float(clip.caption_scores(drawn, prompts).mean()), rel=1e-5)
+    accuracy = DigitClassifier().accuracy(images, digits.labels[:20])
+    assert metrics["prompted accuracy"]["low"] == share_estimate(accuracy, 20).low
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert metrics["caption gap"]["value"] == pytest.approx(summary["caption_gap"], abs=1e-6)
+
+    page = (run_dir / "report.html").read_text()
+    assert "Evaluation" in page and "FD-CLIP" in page and "95 % interval" in page
+
+
+def test_a_second_call_draws_only_what_is_missing(
+    cli: Any, run_dir: Path, networks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    generate = class_images.generate
+
+    def killed(model: Any, prompts: list[str], **options: Any) -> list[Image.Image]:
+        if len(drawn) >= 8:
+            raise KeyboardInterrupt
+        drawn.extend(options["seeds"])
+        return generate(model, prompts, **options)
+
+    call = functools.partial(cli, f"run={run_dir}", "batch_size=4", "seed=7", *QUICK)
+    with monkeypatch.context() as context:
+        context.setattr(class_images, "generate", killed)
+        assert call()[0] == 130
+    assert drawn == [*range(7, 15)] and not (run_dir / "evaluation.json").exists()
+    broken = run_dir / "evaluation/000003.png"
+    Image.new("RGB", (32, 32)).save(broken)  # as another program would have written it over ours
+    code, out = call()
+    assert code == 0 and "of which 13 are drawn now" in out
+    first = evaluation(run_dir)["metrics"]
+    code, out = call(f"features={networks / 'dinov2'}", "metrics=[kid]")
+    assert code == 0 and "of which 0 are drawn now" in out
+    assert {**first, "KD-DINOv2": evaluation(run_dir)["metrics"]["KD-DINOv2"]} == evaluation(run_dir)["metrics"]
+    code, out = call("num_samples=30")
+    assert "30 pictures" in out and "of which 10 are drawn now" in out, "captions begin again"
+    assert [*evaluation(run_dir)["metrics"]] == ["caption gap", "prompted accuracy"], "of other pictures"
+    assert "of which 30 are drawn now" in call("num_samples=30", "num_inference_steps=3")[1]
+
+
+def test_other_held_out_images_and_other_weights_are_measured_anew(cli: Any, run_dir: Path, call_main: Any) -> None:
+    assert cli(f"run={run_dir}", *QUICK)[0] == 0
+    code, out = cli(f"run={run_dir}", "data=digits", "data.num_val_samples=25", *QUICK)
+    assert code == 0 and "25 pictures in runs/a/evaluation/, of which 5 are drawn now" in out
+    assert evaluation(run_dir)["held_out"] == 25
+    code, out = call_main(train, *TRAIN, "output_dir=runs/a", "resume=auto", "trainer.max_steps=5")
+    assert code == 0, out
+    shutil.copytree(run_dir, "a/c")
+    assert "caption gap" not in call_main(compare, "runs/a", "a/c", "output=null")[1], "it is of earlier weights"
+    assert "of which 20 are drawn now" in cli(f"run={run_dir}", *QUICK)[1]
+    assert "caption gap" in call_main(compare, "runs/a", "a/c", "output=null")[1]
+
+
+def test_a_run_ends_with_an_evaluation_and_runs_are_compared_by_it(
+    cli: Any, call_main: Any, networks: Path, tmp_path: Path
+) -> None:
+    clip = f"callbacks.evaluation.features={networks / 'clip'}"
+    steps = ("sampling.num_inference_steps=2", "sampling.guidance_scale=3")
+    code, out = call_main(
+        train, *TRAIN, *steps, "callbacks=evaluation", "callbacks.evaluation.metrics=[kid]", clip, "output_dir=runs/b"
+    )
+    assert code == 0, out
+    assert "written to runs/b/evaluation.json" in out
+    written = evaluation(Path("runs/b"))
+    assert [*written["metrics"]] == ["KD-CLIP", "caption gap", "prompted accuracy"]
+    code, again = cli("run=runs/b", "metrics=[kid]", f"features={networks / 'clip'}")
+    assert code == 0 and "of which 0 are drawn now" in again, "as the run drew them"
+    assert evaluation(Path("runs/b"))["metrics"] == written["metrics"]
+
+    shutil.copytree("runs/b", "runs/c")
+    code, table = call_main(compare, "runs/b", "runs/c", "output=page.html")
+    assert code == 0 and "KD-CLIP" in table and "prompted accuracy" in table and " ± " in table
+    assert "evaluations differ" not in table and "KD-CLIP" in Path("page.html").read_text()
+    other = evaluation(Path("runs/c")) | {"seed": 9}
+    Path("runs/c/evaluation.json").write_text(json.dumps(other))
+    assert "evaluations differ" in call_main(compare, "runs/b", "runs/c", "output=null")[1]
+    Path("runs/c/evaluation.json").write_text("{")
+    assert call_main(compare, "runs/b", "runs/c", "output=null")[0] == 0, "a damaged one is none"
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_evaluates(call_main: Any, networks: Path) -> None:
+    """The other one has ended by then."""
+    given = [
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+        "strategy=ddp",
+        "callbacks=evaluation",
+        "output_dir=runs/d",
+    ]
+    given += [
+        "callbacks=evaluation",
+        "callbacks.evaluation.metrics=[kid]",
+        f"callbacks.evaluation.features={networks / 'clip'}",
+    ]
+    command = [sys.executable, "-m", "sd_lightning.train", *TRAIN, *given, "sampling.num_inference_steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to runs/d/evaluation.json") == 1
+    assert evaluation(Path("runs/d"))["metrics"]["KD-CLIP"]["count"] == 20
+
+
+def test_a_feature_network_is_tried_before_training(call_main: Any) -> None:
+    code, err = call_main(
+        train, *TRAIN, "callbacks=evaluation", "callbacks.evaluation.metrics=[kid]",
+        "callbacks.evaluation.features=nowhere/clip", "output_dir=runs/d",
+    )  # fmt: skip
+    assert code == 2 and "features=nowhere/clip gives no features" in err and not Path("runs/d/checkpoints").exists()
+
+
+def test_mistakes_are_told_before_a_picture_is_drawn(
+    cli: Any, run_dir: Path, networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_images, "generate", lambda *args, **options: pytest.fail("drew pictures"))
+    clip, dinov2 = f"features={networks / 'clip'}", f"features={networks / 'dinov2'}"
+    Path("foreign").mkdir()
+    Path("foreign/thesis.txt").write_text("mine")
+    Path("theirs").mkdir()
+    Image.new("RGB", (8, 8)).save("theirs/000000.png")
+    Path("module").mkdir()
+    shutil.copytree(run_dir / "pipeline", "bare")
+    RUN = f"run={run_dir}"
+    mistakes = [
+        ([RUN, "metrics=[fidd]", clip], "metrics"),
+        ([RUN, "metrics=[kid]"], "no network; expected a vision model of the hub or a folder"),
+        ([RUN, clip], "no metric that reads them"),
+        ([RUN, "num_samples=5"], "expected at least 10"),
+        ([RUN, "metrics=[kid]", "features=runs/a/pipeline"], "gives no features of pictures"),
+        ([RUN, "metrics=[clip_score]", dinov2], "reads no captions"),
+        ([RUN, "metrics=[fid]", clip, "num_samples=16"], "FD-CLIP needs more than the 16 features"),
+        ([RUN, "metrics=[kid]", clip, "data=digits", "data.num_val_samples=9"], "expected at least 10 of both"),
+        ([RUN, "device=tpu"], "evaluate got device=tpu"),
+        ([RUN, "output_dir=foreign"], "output_dir=foreign holds what no run"),
+        ([RUN, "output_dir=theirs"], "holds pictures of another program"),
+        (["run=runs/none"], "no such folder"),
+        (["run=module"], "neither a finished pipeline nor a valid checkpoint"),
+        (["run=bare"], "no config.yaml that names its data"),
+        ([RUN, "model=sd15"], "run=runs/<name>"),
+    ]
+    for arguments, message in mistakes:
+        code, err = cli(*arguments)
+        line = err.strip().splitlines()[-1]
+        assert code == 2 and line.startswith("error: ") and message in line, (arguments, line)
+    assert [path.name for path in Path("foreign").iterdir()] == ["thesis.txt"]
+    with FileLock(run_dir / "evaluation/.lock"):
+        code, err = cli(RUN)
+    assert code == 2 and "is at work in it" in err
+    assert not (run_dir / "evaluation.json").exists()
+
+
+def test_a_pipelines_folder_is_measured_where_it_is_said(cli: Any, run_dir: Path) -> None:
+    run_dir.rename("moved")
+    code, out = cli("run=moved/pipeline", "data=digits", "data.num_val_samples=12", "output_dir=measured", *QUICK)
+    assert code == 0, out
+    assert evaluation(Path("measured"))["num_samples"] == 12
+    code, err = cli("run=moved", "output_dir=measured", *QUICK)
+    assert code == 2 and "holds pictures of moved/pipeline" in err

@@ -156,8 +156,9 @@ def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
     if classifier is not None:
         return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    held_out = [] if data.source_val is None else list(islice(_captions(data.source_val), count))
-    return held_out or list(islice(_captions(data.source_train), count))
+    sources = (data.source_val, data.source_train)
+    found = (list(islice(_captions(each), count)) for each in sources if each is not None)
+    return [data.images.written(caption) for caption in next(filter(None, found), [])]
 
 
 def _captions(source: Source) -> Iterator[str]:

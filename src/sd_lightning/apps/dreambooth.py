@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
@@ -25,6 +26,7 @@ from sd_lightning.data.captions import CaptionOptions
 from sd_lightning.data.sources.dreambooth import (
     Picture,
     Subject,
+    balanced,
     check_readable,
     find_photos,
     find_subjects,
@@ -103,7 +105,11 @@ def subject_run(spec: RunSpec) -> RunSpec:
     if is_first_process():
         every = [photo for each in photos.values() for photo in each]
         check_readable(every, resolution=spec["data.resolution"], max_pixels=spec["data.max_image_pixels"])
-        for subject in photos:
+        shown = Counter(photo for photo in balanced(photos))
+        for subject, own in photos.items():
+            if len(photos) > 1:
+                counts = (len(set(own)), sum(shown[photo] for photo in set(own)), shown.total())
+                log.info("subject %s: %d photos, %d of every %d that are shown", subject.dir, *counts)
             ignored = ignored_photos(subject.dir, masked_loss=spec["data.masked_loss"])
             if ignored is not None:
                 log.warning("instance_data_dir=%s: not used: %s", subject.dir, ignored)
@@ -178,8 +184,9 @@ def check_folders(spec: RunSpec) -> None:
             how = "the same folder" if photos == pictures else "one inside the other"
             both = f"class_data_dir={spec['class_data_dir']} and instance_data_dir={subject.dir}"
             raise UsageError(
-                f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of its "
-                "class are taken for each other; leave class_data_dir out, or choose another class_data_dir=<folder>"
+                f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of "
+                "its class are taken for each other; leave class_data_dir out, or choose another "
+                "class_data_dir=<folder>"
             )
 
 

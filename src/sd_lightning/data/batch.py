@@ -322,7 +322,7 @@ class CaptionedImages(Dataset[Batch]):
         mask = self.source.mask(index) if options.masked_loss != "none" else None
         weights = torch.ones(1, shape[0] // stride, shape[1] // stride)
         if mask is not None:
-            placed = place(mask, shape, max_pixels=options.max_image_pixels, crop=crop, flip=flip)
+            placed = place(mask, shape, max_pixels=options.max_image_pixels, crop=crop, flip=flip, mode="L")
             weights = loss_weights(placed.pixels, stride, options.unmasked_weight)
         if self.latents is not None:
             self._masks[number] = weights

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sd_lightning._errors import UsageError
 
+_IDLE = "it has no effect while tags stay; add data.shuffle_tags=true or data.tag_dropout=0.1, or leave it out"
 _WILDCARD = re.compile(r"\{([^{}]*\|[^{}]*)\}")
 
 
@@ -38,21 +39,15 @@ class CaptionOptions:
     """What stands between tags."""
 
     def __post_init__(self) -> None:
-        ranges = {
-            "tag_dropout": (0 <= self.tag_dropout <= 1, "a fraction in [0, 1]", "0.1"),
-            "keep_tags": (self.keep_tags >= 0, "0 or more", "1"),
-            "tag_separator": (self.tag_separator.strip() != "", "what stands between tags", "';'"),
-        }
-        for name, (is_valid, expected, remedy) in ranges.items():
+        for name, is_valid, remedy in (
+            ("tag_dropout", 0 <= self.tag_dropout <= 1, "expected a fraction in [0, 1]; write data.tag_dropout=0.1"),
+            ("keep_tags", self.keep_tags >= 0, "expected 0 or more; write data.keep_tags=1"),
+            ("tag_separator", self.tag_separator.strip(), "expected a text; write 'data.tag_separator=\";\"'"),
+            ("keep_tags", self._has_tags or not self.keep_tags, _IDLE),
+            ("tag_separator", self._has_tags or self.tag_separator == ",", _IDLE),
+        ):
             if not is_valid:
-                raise UsageError(
-                    f"data.{name}={getattr(self, name)!r}: expected {expected}; write data.{name}={remedy}"
-                )
-        if (self.keep_tags or self.tag_separator != ",") and not self._has_tags:
-            raise UsageError(
-                f"data.keep_tags={self.keep_tags} data.tag_separator={self.tag_separator!r} has no effect while tags "
-                "stay as they are; add data.shuffle_tags=true or data.tag_dropout=0.1, or leave it out"
-            )
+                raise UsageError(f"data.{name}={getattr(self, name)!r}: {remedy}")
 
     @property
     def _has_tags(self) -> bool:

@@ -178,31 +178,33 @@ def place(
     max_pixels: int = MAX_IMAGE_PIXELS,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
+    mode: Literal["RGB", "L"] = "RGB",
 ) -> Placed:
     """Resize an image so that it just covers a shape, and crop the rest (flip first, as in diffusers).
 
     Args:
-        image: RGB image, or a greyscale mask, of whose pixels the mean is taken.
+        image: The image.
         shape: (height, width) of the result, in pixels.
         max_pixels: Limit on the image's pixels, before and after resizing.
         crop: Vertical and horizontal position of the crop as fractions in [0, 1); ``None`` crops
             the centre.
         flip: Mirror left and right.
+        mode: What the image has to be; of a mask, L, resizing takes the mean of the pixels.
 
     Returns:
         The pixels with their original size and crop position.
 
     Raises:
         BadSample: It has no pixels, or too many.
-        ValueError: It is neither RGB nor greyscale.
+        ValueError: It is of another mode.
     """
     check_size(image.size, max_pixels)
-    if image.mode not in ("RGB", "L"):
-        raise ValueError(f"the image's mode is {image.mode}; expected RGB or L")
+    if image.mode != mode:
+        raise ValueError(f"the image's mode is {image.mode}; expected {mode}")
     width, height = image.size
     new_width, new_height = resized(image.size, shape, max_pixels)
     if (new_width, new_height) != (width, height):
-        how, gap = (Image.Resampling.LANCZOS, 3.0) if image.mode == "RGB" else (Image.Resampling.BOX, None)
+        how, gap = (Image.Resampling.LANCZOS, 3.0) if mode == "RGB" else (Image.Resampling.BOX, None)
         image = image.resize((new_width, new_height), how, reducing_gap=gap)
     if flip:
         image = ImageOps.mirror(image)
@@ -230,8 +232,8 @@ def loss_weights(mask: np.ndarray, stride: int, unmasked_weight: float) -> Tenso
         (1, H / stride, W / stride) float32 in [``unmasked_weight``, 1].
     """
     height, width = mask.shape
-    shares = torch.from_numpy(mask).view(height // stride, stride, width // stride, stride).double().mean((1, 3)) / 255
-    return (unmasked_weight + (1 - unmasked_weight) * shares).float()[None]
+    shares = mask.reshape(height // stride, stride, width // stride, stride).mean((1, 3)) / 255
+    return torch.from_numpy(unmasked_weight + (1 - unmasked_weight) * shares).float()[None]
 
 
 @dataclass(frozen=True)
@@ -282,15 +284,10 @@ class ImageOptions(CaptionOptions):
                 f"data.max_image_pixels={self.max_image_pixels}: expected at least the {self.resolution**2} pixels of "
                 f"data.resolution={self.resolution}; write data.max_image_pixels={MAX_IMAGE_PIXELS}"
             )
-        if not 0 <= self.unmasked_weight <= 1:
+        if not 0 <= self.unmasked_weight <= (self.masked_loss != "none"):
             raise UsageError(
-                f"data.unmasked_weight={self.unmasked_weight}: expected a number in [0, 1]; write "
-                "data.unmasked_weight=0.1"
-            )
-        if self.unmasked_weight and self.masked_loss == "none":
-            raise UsageError(
-                f"data.unmasked_weight={self.unmasked_weight} has no effect without masks; add data.masked_loss=files "
-                "or leave it out"
+                f"data.unmasked_weight={self.unmasked_weight} with data.masked_loss={self.masked_loss}: expected a "
+                "number in [0, 1], and masks; write data.masked_loss=files data.unmasked_weight=0.1, or leave it out"
             )
         if self.enable_bucket:
             self._check_buckets()
@@ -382,8 +379,8 @@ class ImageOptions(CaptionOptions):
 
     def evaluation(self) -> ImageOptions:
         """Return the options for validation: without randomness, and without masks, so that runs are comparable."""
-        plain: dict[str, Any] = {"random_flip": False, "proportion_empty_prompts": 0.0}
-        return replace(self, center_crop=True, **plain, masked_loss="none", unmasked_weight=0.0)
+        masks: dict[str, Any] = {"masked_loss": "none", "unmasked_weight": 0.0}
+        return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0, **masks)
 
 
 def _nearest(value: int, multiple: int) -> int:

@@ -173,22 +173,18 @@ def find_subjects(
     example = "'subjects=[{dir:photos/rex,prompt:a photo of sks dog},{dir:photos/tom,prompt:a photo of zwx cat}]'"
     if bool(subjects) == (folder is not None) or (subjects and prompt is not None):
         raise UsageError(
-            f"dreambooth got instance_data_dir={folder} and {len(subjects or ())} subjects; expected one of the two: "
+            f"dreambooth got {'both' if subjects else 'neither'} instance_data_dir or instance_prompt and subjects; "
             f"write instance_data_dir=<folder with a few photos of the subject>, or for several subjects {example}"
         )
     found: list[Subject] = []
     for given in subjects or [{"dir": str(folder), "prompt": prompt}]:
         number = given.get("repeats", 1)
         is_whole = number is None or (isinstance(number, int) and number >= 1)
-        if not {"dir"} <= given.keys() <= _SUBJECT or not is_whole:
+        is_twin = given.get("prompt") in {other.prompt for other in found if other.prompt}
+        if not {"dir"} <= given.keys() <= _SUBJECT or not is_whole or is_twin:
             raise UsageError(
                 f"dreambooth got the subject {dict(given)}; expected {', '.join(sorted(_SUBJECT))}, of which dir has "
-                f"to be there, and repeats of at least 1; write {example}"
-            )
-        if given.get("prompt") in {other.prompt for other in found if other.prompt}:
-            raise UsageError(
-                f"dreambooth got two subjects with the prompt {given['prompt']!r}, so that the model cannot tell them "
-                f"apart; give each a rare word of its own: {example}"
+                f"to be there, repeats of at least 1, and a prompt of its own with another rare word; write {example}"
             )
         found.append(Subject(**given))
     return found

@@ -12,12 +12,13 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from glyph import write_photos
 from sd_lightning._errors import UsageError
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.builders import dreambooth_data, image_folder_data
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
-from sd_lightning.data.sources.dreambooth import find_photos, ignored_photos
+from sd_lightning.data.sources.dreambooth import Subject, find_photos, ignored_photos, photos_of
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.masks import masks_in
 from sd_lightning.data.transform import ImageOptions
@@ -181,7 +182,10 @@ def test_masks_are_no_photos_and_are_named_where_they_are_not_asked_for(tmp_path
     assert "2 file(s)" in str(ignored := ignored_photos(tmp_path / "photos"))
     assert str(ignored).endswith("with names of masks: write data.masked_loss=files")
     assert ignored_photos(tmp_path / "photos", masked_loss="files") is None
-    masked = find_photos(tmp_path / "photos", "sks dog", masked_loss="files")
+    write_photos(tmp_path / "others", 2)
+    subjects = [Subject(str(tmp_path / name), "sks dog") for name in ("photos", "others")]
+    masked, others = photos_of(subjects, masked_loss="files").values()
+    assert all(photo.mask is None for photo in others)
     assert [Path(str(photo.mask)).name for photo in masked] == ["0-mask.png", "1-mask.png"]
 
 

@@ -50,7 +50,7 @@ _OTHER_NAMES = (
     ("caption_tag_dropout_rate", "data.tag_dropout"),
     ("caption_separator", "data.tag_separator"),
     ("caption_dropout_rate", "data.proportion_empty_prompts"),
-    *((name, "data.caption_extension") for name in ("caption_ext", "caption_extention")),
+    *((name, "data.caption_extension") for name in ("caption_ext", "caption_extension")),
     *((name, "data.masked_loss=files") for name in ("masked_loss", "masked_training", "mask_path")),
     ("conditioning_data_dir", "data.masked_loss=files"),
     ("alpha_mask", "data.masked_loss=alpha"),

@@ -28,10 +28,10 @@ from sd_lightning.data.sources.dreambooth import (
     Subject,
     balanced,
     check_readable,
-    find_photos,
     find_subjects,
     ignored_photos,
     num_per_prompt,
+    photos_of,
 )
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
@@ -89,7 +89,7 @@ def subject_run(spec: RunSpec) -> RunSpec:
     pictures = [key for key in ("class_data_dir", "data.class_data_dir") if spec[key] == f"{folder}-class-images"]
     spec = spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
     check_folders(spec)
-    photos = photos_of(spec)
+    photos = captioned_photos(spec)
     captions = sorted({photo.caption for each in photos.values() for photo in each})
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
@@ -116,19 +116,17 @@ def subject_run(spec: RunSpec) -> RunSpec:
     return spec
 
 
-def photos_of(spec: RunSpec) -> dict[Subject, list[Picture]]:
+def captioned_photos(spec: RunSpec) -> dict[Subject, list[Picture]]:
     """Return the photos of each subject, captioned as the model is to read them.
 
     Raises:
         UsageError: The subjects or their photos cannot be used.
     """
     options = CaptionOptions(**{field.name: spec[f"data.{field.name}"] for field in fields(CaptionOptions)})
-    found = {}
-    for subject in find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"]):
-        how = {name: spec[f"data.{name}"] for name in ("caption_extension", "masked_loss")}
-        photos = find_photos(subject.dir, subject.prompt, **how)
-        found[subject] = [replace(photo, caption=options.written(photo.caption)) for photo in photos]
-    return found
+    subjects = find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"])
+    how = {name: spec[f"data.{name}"] for name in ("caption_extension", "masked_loss")}
+    found = photos_of(subjects, **how).items()
+    return {each: [replace(photo, caption=options.written(photo.caption)) for photo in own] for each, own in found}
 
 
 def caption_groups(photos: Mapping[Subject, Sequence[Picture]], *, for_samples: bool = False) -> list[list[str]]:
@@ -200,7 +198,7 @@ def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
     Raises:
         UsageError: Settings contradict each other, or a caption has no word that tells the subject from its class.
     """
-    of_subjects = dict.fromkeys(each.get("class_prompt") or "" for each in spec["subjects"])
+    of_subjects = dict.fromkeys(each.get("class_prompt") or "" for each in spec.get("subjects") or ())
     if not spec["with_prior_preservation"]:
         if any(of_subjects) and "with_prior_preservation" not in spec.overridden:
             raise UsageError(
@@ -305,7 +303,7 @@ def prepare(spec: RunSpec) -> None:
     missing = missing_class_images(spec, base) if prompts else []
     if model.is_ours and not spec["learn_token"]:
         described = model.describe()
-        for captions in caption_groups(photos_of(spec)):
+        for captions in caption_groups(captioned_photos(spec)):
             word = trigger_word(described, captions, prompts)
             if word is not None:
                 tell_of_trigger_word(described, word, captions)

@@ -24,8 +24,8 @@ from sd_lightning.data.sources.dreambooth import (
     SubjectAndClass,
     balanced,
     find_class_pictures,
-    find_photos,
     find_subjects,
+    photos_of,
 )
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
@@ -291,9 +291,9 @@ def dreambooth_data(
 ) -> SDDataModule:
     """Build the datamodule of photos of one or more subjects and, with class prompts, class pictures."""
     chosen = find_subjects(subjects, instance_data_dir, instance_prompt)
-    read = functools.partial(find_photos, caption_extension=caption_extension, masked_loss=images.masked_loss)
+    photos = photos_of(chosen, caption_extension=caption_extension, masked_loss=images.masked_loss)
     source = SubjectAndClass(
-        balanced({each: read(each.dir, each.prompt) for each in chosen}),
+        balanced(photos),
         prior.find(),
         prior_loss_weight=prior.prior_loss_weight,
         min_samples=16 * batches.batch_size,

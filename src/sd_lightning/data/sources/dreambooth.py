@@ -199,13 +199,21 @@ def balanced(photos: Mapping[Subject, Sequence[Picture]]) -> list[Picture]:
     return [each for subject, own in photos.items() for each in [*own] * (subject.repeats or round(most / len(own)))]
 
 
-def find_photos(
-    folder: str | Path,
-    prompt: str | None,
-    *,
-    caption_extension: str = ".txt",
-    masked_loss: MaskedLoss = "none",
-) -> list[Picture]:
+def photos_of(
+    subjects: Sequence[Subject], *, caption_extension: str = ".txt", masked_loss: MaskedLoss = "none"
+) -> dict[Subject, list[Picture]]:
+    """Return the photos of each subject, with their masks; see :func:`find_photos` and :func:`find_masks`.
+
+    Raises:
+        UsageError: Photos of a subject cannot be used, or none of any subject has a mask.
+    """
+    found = {each: find_photos(each.dir, each.prompt, caption_extension=caption_extension) for each in subjects}
+    paths = (photo.path for photos in found.values() for photo in photos)
+    masks = find_masks(paths, masked_loss, f"instance_data_dir={subjects[0].dir}")
+    return {each: [replace(photo, mask=masks.get(photo.path)) for photo in own] for each, own in found.items()}
+
+
+def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: str = ".txt") -> list[Picture]:
     """Return the photos of a subject; those in ``10_sks dog/`` are listed ten times.
 
     Args:
@@ -213,10 +221,9 @@ def find_photos(
         prompt: Caption of all photos. Without it, a photo's caption is the first line of the caption file beside it, or
             the text in the name of its kohya folder.
         caption_extension: Ending of the caption files.
-        masked_loss: Where masks of the photos are. Masks in files are no photos in any case.
 
     Raises:
-        UsageError: There are no photos, only one, or one without a caption that can be read, or none has a mask.
+        UsageError: There are no photos, only one, or one without a caption that can be read.
     """
     root, extension = Path(folder), f".{caption_extension.removeprefix('.')}"
     who = f"dreambooth got instance_data_dir={folder}"
@@ -246,8 +253,7 @@ def find_photos(
             f"{who} without instance_prompt, and {without.path} has no caption of its own; write "
             "'instance_prompt=a photo of sks dog', with a rare word for the subject"
         )
-    masks = find_masks((photo.path for photo in photos), masked_loss, f"instance_data_dir={folder}")
-    return [replace(photo, mask=masks.get(photo.path)) for photo in photos]
+    return photos
 
 
 def photos_in(folder: Path) -> list[Path]:

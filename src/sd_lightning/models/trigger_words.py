@@ -60,7 +60,7 @@ def tell_of_trigger_word(model: LatentDiffusion, word: str, captions: Sequence[s
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text)
+    return re.findall(r"\w\w+", text)
 
 
 def _tokenizers(model: LatentDiffusion) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """Captions as they are written for a step: tags, wildcards and texts around them, by the sample's own randomness."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import small_store
 from sd_lightning._errors import UsageError
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.builders import latents_data
 from sd_lightning.data.captions import CaptionOptions
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass
+from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.transform import ImageOptions
 from square_data import Recorder, Squares, datamodule, tokenize, trainer
 
@@ -133,6 +136,23 @@ def test_every_division_of_a_batch_and_every_resume_sees_the_same_captions() -> 
     whole = steps(5)
     assert steps(5, world=2) == steps(5, world=4, accumulate=2) == whole
     assert sorted(steps(2) + steps(3, skip=2)) == whole
+
+
+def test_captions_of_a_store_are_changed_although_it_has_their_token_ids(tmp_path: Path) -> None:
+    for i in range(4):
+        small_store.write_picture(tmp_path / "photos", f"{i}", colour=i, caption=f"{TAGS}, number {i}")
+    small_store.update(tmp_path / "store", ImageFolder(tmp_path / "photos"))
+    options: dict[str, Any] = {"proportion_empty_prompts": 0.0, "batch_size": 4, "num_workers": 0}
+    data = latents_data(str(tmp_path / "store"), caption_prefix="sks,", shuffle_tags=True, **options)
+    source: Any = data.source_train
+    source._has_token_ids = True
+    samples = CaptionedImages(source, tokenize, options=data.images, seed=0, latents=source.latents)
+    batch = samples.__getitems__([(0, i) for i in range(4)])
+    for i, caption in enumerate(batch["captions"]):
+        assert caption.startswith("sks, ") and caption != f"sks, {source.captions(i)[0]}"
+        assert sorted(caption[5:].split(", ")) == sorted(source.captions(i)[0].split(", "))
+    expected = tokenize(batch["captions"])
+    assert all(torch.equal(batch["input_ids"][name], ids) for name, ids in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -201,9 +201,9 @@ class SDDataModule(LightningDataModule):
             if self.images.masked_loss == "files":
                 counts = (self.source_train.num_masks, len(self.source_train.distinct))
                 log.info("data: %d of %d images have a mask; of the others everything counts", *counts)
-            if self.source_train.latents is None:  # of a store, precompute has told
+            if self.source_train.latents is None or self.images.changed_captions:  # of a store, precompute has told
                 truncated, written = self._module().latent_diffusion.truncated, self.images.written
-            tell_of_long_captions(self.source_train, lambda captions: truncated([*map(written, captions)]))
+                tell_of_long_captions(self.source_train, lambda captions: truncated([*map(written, captions)]))
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loaders.build(dataset, self.train_sampler, trainer)
         source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)

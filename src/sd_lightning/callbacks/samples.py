@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -157,15 +157,16 @@ def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
         return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
     sources = (data.source_val, data.source_train)
-    found = (list(islice(_captions(each), count)) for each in sources if each is not None)
-    return [data.images.written(caption) for caption in next(filter(None, found), [])]
+    found = (list(islice(_captions(each, data.images.written), count)) for each in sources if each is not None)
+    return next(filter(None, found), [])
 
 
-def _captions(source: Source) -> Iterator[str]:
-    """Yield the caption of each sample that has one."""
+def _captions(source: Source, written: Callable[[str], str]) -> Iterator[str]:
+    """Yield the caption of each sample that has one, as the model reads it."""
     for i in range(len(source)):
         with suppress(BadSample):
-            yield source.captions(i)[0]
+            caption = source.captions(i)[0]
+            yield caption if source.is_prior is not None and source.is_prior[i] else written(caption)
 
 
 def _log_image(logger: Any, grid: Image.Image, step: int) -> None:

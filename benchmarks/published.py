@@ -42,6 +42,8 @@ class Setup:
     adam_8bit: bool = False
     lora_rank: int = 0
     """0: all weights are trained."""
+    base: str | None = None
+    """What the frozen weights below adapters are quantised to."""
     lacks: str = ""
     """What it has that we do not; its figures wait for that."""
     run: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +77,7 @@ _ZIMAGE = "github.com/bghira/SimpleTuner, documentation/quickstart/ZIMAGE.md: Lo
 _FLUX2 = "github.com/bghira/SimpleTuner, documentation/quickstart/FLUX2.md: hardware requirements of klein"
 _FLUX = "github.com/bghira/SimpleTuner, documentation/quickstart/FLUX.md: NF4-quantised training"
 _ONETRAINER = "github.com/Nerogar/OneTrainer, training_presets, of August 2026"
-_INT8 = "frozen weights in int8 below the adapters"
-_FUSED = "the optimizer's step in backward, with stochastic rounding"
+_FUSED = "Adafactor's step in backward on the GPU, with stochastic rounding"
 _SHORT = "the size of the images, that of the named example; its only caption is one sign, padding is dropped"
 _RANK = "rank and optimizer; those of the page's example are assumed, with its text encoder away"
 _TEMPLATE = "github.com/anyscale/templates, stable-diffusion-pretraining, 03_end_to_end.ipynb: 48 A10G, 32 A100 80 GB"
@@ -144,7 +145,7 @@ _KREA_ROWS = (
 def _krea() -> dict[str, Published]:
     rows = {}
     for number, (weights, size, batch, seconds, gib) in enumerate(_KREA_ROWS):
-        setup = Setup("krea2", "h100", batch, size, **_TRANSFORMER, lacks=_INT8 if weights == "int8" else "")
+        setup = Setup("krea2", "h100", batch, size, **_TRANSFORMER, base="int8" if weights == "int8" else None)
         half, name = (SETS, JUDGES)[number % 2], f"krea_{weights}_{size}_b{batch}"
         rows[name] = Published(setup, "reserved", gib * GIB, half, GUESSED, _KREA, _RANK)
         rows[f"{name}_step"] = Published(setup, "step", seconds, half, TIME, _KREA, _RANK)
@@ -153,15 +154,16 @@ def _krea() -> dict[str, Published]:
 
 def _onetrainer() -> dict[str, Published]:
     """Presets for cards of 8 to 24 GB, at 512² with a batch of 2."""
-    kinds = {
-        "lora_8gb": (8, 16, f"{_INT8}; blocks that are moved to host memory"),
-        "lora_16gb": (16, 16, _INT8),
-        "full_16gb": (16, 0, f"{_FUSED}; blocks that are moved to host memory"),
-        "full_24gb": (24, 0, _FUSED),
+    moved = "blocks that are moved to host memory"
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
+        "lora_8gb": (8, {"lora_rank": 16, "base": "int8", "lacks": moved}),
+        "lora_16gb": (16, {"lora_rank": 16, "base": "int8"}),
+        "full_16gb": (16, {"lora_rank": 0, "lacks": f"{_FUSED}; {moved}"}),
+        "full_24gb": (24, {"lora_rank": 0, "lacks": _FUSED}),
     }
     return {
         f"onetrainer_{model}_{kind}": Published(
-            Setup(model, "rtx-4090", 2, **{**_TRANSFORMER, "lora_rank": rank, "lacks": lacks}),
+            Setup(model, "rtx-4090", 2, **(_TRANSFORMER | settings)),
             "reserved",
             size * GB,
             SHOWN,
@@ -170,14 +172,14 @@ def _onetrainer() -> dict[str, Published]:
             "the size of the card, not a measurement; 8 bit in the weights or in the text encoder",
         )
         for model in ("klein_9b", "z_image")
-        for kind, (size, rank, lacks) in kinds.items()
+        for kind, (size, settings) in kinds.items()
     }
 
 
 def _z_image() -> dict[str, Published]:
     rows = {}
     for number, (gpu, seconds, gib) in enumerate((("h100", 1.107, 9.70), ("l40s", 1.026, 9.66))):
-        setup, half = Setup("z_image", gpu, 1, **_TRANSFORMER, lacks=_INT8), (SETS, JUDGES)[number % 2]
+        setup, half = Setup("z_image", gpu, 1, **_TRANSFORMER, base="int8"), (SETS, JUDGES)[number % 2]
         rows[f"z_image_int8_{gpu}"] = Published(setup, "allocated", gib * GIB, half, KNOWN, _ZIMAGE, _SHORT)
         rows[f"z_image_int8_{gpu}_step"] = Published(setup, "step", seconds, half, TIME, _ZIMAGE, _SHORT)
     return rows
@@ -274,7 +276,7 @@ PUBLISHED = {
     },
     **{
         f"simpletuner_flux1_{size}_step": Published(
-            Setup("flux1_dev", "rtx-4090", 1, size, **_TRANSFORMER, lacks="frozen weights in NF4 below the adapters"),
+            Setup("flux1_dev", "rtx-4090", 1, size, **_TRANSFORMER, base="nf4"),
             "step",
             seconds,
             SHOWN,

@@ -40,6 +40,19 @@ TABLE = {
         "{krea_bf16_512_b1_step}, {krea_bf16_512_b4_step}, {krea_bf16_512_b8_step}, "
         "{krea_bf16_1024_b1_step}, {krea_bf16_1024_b4_step}, {krea_bf16_1024_b8_step}"
     ),
+    "predicted to published, LoRA on int8 weights: Krea 2 in the same order: memory; time": (
+        "{krea_int8_512_b1}, {krea_int8_512_b4}, {krea_int8_512_b8}, "
+        "{krea_int8_1024_b1}, {krea_int8_1024_b4}, {krea_int8_1024_b8}; "
+        "{krea_int8_512_b1_step}, {krea_int8_512_b4_step}, {krea_int8_512_b8_step}, "
+        "{krea_int8_1024_b1_step}, {krea_int8_1024_b4_step}, {krea_int8_1024_b8_step}"
+    ),
+    "the same: Z-Image on an H100, an L40S: memory; time; to the size of OneTrainer's card: klein 9B, Z-Image": (
+        "{z_image_int8_h100}, {z_image_int8_l40s}; {z_image_int8_h100_step}, {z_image_int8_l40s_step}; "
+        "{onetrainer_klein_9b_lora_16gb}, {onetrainer_z_image_lora_16gb}"
+    ),
+    "predicted to what SimpleTuner says of Flux.1 on NF4 weights at 512², 1024²: time": (
+        "{simpletuner_flux1_512_step}, {simpletuner_flux1_1024_step}"
+    ),
     "errors of those that judge: memory of NVIDIA; of others": (
         "{nvidia_fp16_off_by}, {nvidia_batch_48_off_by}; {colossalai_baseline_off_by}, "
         "{colossalai_optimised_off_by}, {diffusers_16gb_off_by}, {t4_off_by}, {t4_checkpointing_batch_2_off_by}"
@@ -47,6 +60,11 @@ TABLE = {
     "errors of those that judge: Krea 2, memory; times": (
         "{krea_bf16_512_b4_off_by}, {krea_bf16_1024_b1_off_by}, {krea_bf16_1024_b8_off_by}; "
         "{krea_bf16_512_b4_step_off_by}, {krea_bf16_1024_b1_step_off_by}, {krea_bf16_1024_b8_step_off_by}"
+    ),
+    "errors of those that judge: Krea 2 on int8 weights, memory; times; Z-Image": (
+        "{krea_int8_512_b4_off_by}, {krea_int8_1024_b1_off_by}, {krea_int8_1024_b8_off_by}; "
+        "{krea_int8_512_b4_step_off_by}, {krea_int8_1024_b1_step_off_by}, {krea_int8_1024_b8_step_off_by}; "
+        "{z_image_int8_l40s_off_by}, {z_image_int8_l40s_step_off_by}"
     ),
     "errors of those that judge: times": (
         "{nvidia_backward_off_by}, {t4_step_off_by}, {t4_checkpointing_batch_2_step_off_by}, "
@@ -114,7 +132,7 @@ def _planned(setup: Setup) -> tuple[Any, Any]:
 
     options = dict(setup.run)
     if setup.lora_rank:
-        options["lora"] = Lora(setup.lora_rank)
+        options["lora"] = Lora(setup.lora_rank, base=setup.base)
     if "encoder_dtype" in options:
         options["encoder_dtype"] = getattr(torch, options["encoder_dtype"])
     if setup.adam_8bit:

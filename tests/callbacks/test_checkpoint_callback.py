@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 import small_training as small
 from places import SUPPORT
-from sd_lightning import UsageError
+from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.storage import runs, typed_json
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, verify
@@ -74,6 +74,36 @@ def test_frozen_parts_are_as_they_were_read_although_encoders_are_cast_and_freed
     module.encoder.to(torch.device("cpu"))
     with pytest.raises(UsageError, match=r"vae\..* has no values in memory.*from_pretrained"):
         module.latent_diffusion.save_pretrained(tmp_path / "other")
+
+
+def with_vae(scale: float) -> SDLightningModule:
+    model = small.module(train_text_encoder=False)
+    with torch.no_grad():
+        for parameter in model.latent_diffusion.vae.parameters():
+            parameter.mul_(scale)
+    return model
+
+
+def test_each_module_of_a_trainer_has_its_own_frozen_parts(tmp_path: Path) -> None:
+    first, second = with_vae(1.0), with_vae(1.5)
+    saving, files = small.Saving(tmp_path), []
+    trainer = small.fit(first, small.data(), 1, saving)
+    for steps, module in ((2, second), (3, first)):
+        assert saving.last_saved is not None
+        files.append((saving.last_saved / "pipeline/vae/diffusion_pytorch_model.safetensors").read_bytes())
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(module, small.data())
+    assert saving.last_saved is not None
+    last = (saving.last_saved / "pipeline/vae/diffusion_pytorch_model.safetensors").read_bytes()
+    assert files[0] == last != files[1]
+
+
+def test_a_model_that_is_refused_leaves_nothing_in_anothers_run(tmp_path: Path) -> None:
+    small.fit(with_vae(1.0), small.data(), 1, small.Saving(tmp_path))
+    shutil.rmtree(tmp_path / "frozen")
+    with pytest.raises(UsageError, match="already holds a run"):
+        small.fit(with_vae(1.5), small.data(), 1, small.Saving(tmp_path))
+    assert not (tmp_path / "frozen").exists()
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_or_an_archive(run_dir: Path) -> None:

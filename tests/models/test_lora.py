@@ -244,7 +244,8 @@ def test_adapters_are_resumed_with_their_scale_on_their_weights(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 0}, "rank=0; expected at least 1; write lora.rank=4"),
+        ({"rank": 0}, "rank=0; expected at least 1, a whole number; write lora.rank=4"),
+        ({"rank": "4"}, "rank='4'; expected at least 1, a whole number"),
         ({"alpha": 0}, "alpha=0; expected a number above 0; write lora.alpha=4"),
         ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
         ({"target_modules": ["to_x"]}, "lora.target_modules=['to_x']"),

@@ -1,6 +1,7 @@
 """Frozen networks in int8 and NF4: values, gradients, memory, and adapters that are trained on them and exported."""
 
 import logging
+import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import small_training as small
 from composing import Compose
-from one_rank import one_rank_group
+from one_rank import one_rank_group, own_group  # noqa: F401
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import preflight
 from sd_lightning.apps.run_spec import RunSpec
@@ -35,6 +36,7 @@ from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.gemini import GeminiStrategy
 from small_models import TINY_TRANSFORMERS, few_blocks
 
 BASES = ("int8", "nf4")
@@ -315,7 +317,7 @@ def test_the_base_is_read_when_idle_encoders_are_freed(folder: Path, monkeypatch
         seen.append({p.device.type for each in encoders for p in each.parameters()})
         fill_base_(network, files)
 
-    monkeypatch.setattr("sd_lightning.training.module.fill_base_", noted)
+    monkeypatch.setattr("sd_lightning.models.latent_diffusion.fill_base_", noted)
     module = on_base(folder, Lora(base="nf4", rank=2))
     assert all(layer.weight.is_meta for _, layer in int8_layers(module.denoiser))
     module.encoder.is_idle = True
@@ -323,7 +325,8 @@ def test_the_base_is_read_when_idle_encoders_are_freed(folder: Path, monkeypatch
     trainer.strategy.connect(module)
     module.trainer = trainer
     module.setup("fit")
-    assert seen == [{"meta"}] and not any(layer.weight.is_meta for _, layer in int8_layers(module.denoiser))
+    assert seen and {"meta"} == set.union(*seen)
+    assert not any(layer.weight.is_meta for _, layer in int8_layers(module.denoiser))
 
 
 @pytest.mark.parametrize("source", ["folder", "changed", "rows", "lora", "dora", "built", "lightning"])
@@ -405,6 +408,33 @@ def test_two_names_of_the_base_have_one_value(compose: Compose) -> None:
     spec = RunSpec.of(compose("train", "trainable=lora", "base=nf4", "lora.base=int8", "trainer.accelerator=cpu"))
     with pytest.raises(UsageError, match=r"got base=nf4 and lora.base=int8, two names of one setting; leave lora.base"):
         preflight(spec)
+
+
+class OwnSetup(SDLightningModule):
+    def setup(self, stage: str) -> None:
+        """Does not call that of its base class."""
+
+
+@pytest.mark.usefixtures("own_group")
+@pytest.mark.parametrize("how", ["read_deferred", "own setup"])
+def test_a_base_in_files_is_quantised_however_they_are_read(how: str, folder: Path) -> None:
+    expected, module = (on_base(folder, Lora(base="nf4", rank=2)) for _ in range(2))
+    small.fit(expected, small.data(), 1)
+    if how == "read_deferred":
+        module.latent_diffusion.read_deferred("cpu")
+    else:
+        module.__class__ = OwnSetup
+    small.fit(module, small.data(), 1, strategy=GeminiStrategy() if how == "own setup" else "auto")
+    ours, theirs = (dict(int8_layers(each.denoiser)) for each in (module, expected))
+    assert ours and all(torch.equal(layer.weight, theirs[name].weight) for name, layer in ours.items())
+
+
+def test_a_model_whose_files_are_known_can_be_pickled(folder: Path) -> None:
+    module = small.module(LatentDiffusion.from_pretrained(folder), train_text_encoder=False)
+    assert module.latent_diffusion.defer_denoiser is not None
+    again = pickle.loads(pickle.dumps(module))
+    assert small.same(small.weights(again), small.weights(module))
+    assert module.encoder.portable()._model.defer_denoiser is None
 
 
 class Deletes(small.Callback):

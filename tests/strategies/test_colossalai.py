@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from ranks import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.apps import plan, train
 from sd_lightning.models.checkpointing import SavedActivations
+from sd_lightning.models.lora import Lora
 from sd_lightning.strategies import compilers
 from sd_lightning.strategies.colossalai import probe
 from sd_lightning.strategies.colossalai.settings import config_of
@@ -34,6 +36,7 @@ from sd_lightning.strategies.colossalai.strategy import (
     check_run,
     colossalai,
 )
+from strategy_jobs import Losses
 
 IS_INSTALLED = importlib.util.find_spec("colossalai") is not None
 NOT_INSTALLED = f"colossalai is not installed: {probe.INSTALL}"
@@ -340,6 +343,7 @@ def test_it_imports_beside_our_versions() -> None:
 
 Results = dict[str, dict[str, Any]]
 NOT_CLIPPED = {"gradient_clip_val": None}
+ADAPTERS: dict[str, Any] = {"rank": 2, "base": "nf4"}
 KEPT = [each.value for each in SavedActivations]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
@@ -370,6 +374,7 @@ def jobs_of(folder: Path, accelerator: str, world_size: int = 1) -> dict[str, di
         "refused": {"strategy": PLACEMENTS["offloaded"]},
         "unchecked": {"strategy": PLACEMENTS["offloaded"], "unchecked": True},
         "unused": {"unused": [3, 2]},
+        "adapters": {"lora": ADAPTERS, "train_only": ".lora_", "trainer": NOT_CLIPPED},
         "kept": {
             "trainer": NOT_CLIPPED,
             "kept": KEPT,
@@ -444,6 +449,18 @@ def test_settings_place_chunks_where_they_say(results: Results) -> None:
     assert set(seen["partly_offloaded"]["masters_on"]) == {"cpu", "cuda"}
     assert set(seen["line_of_2022"]["masters_on"]) == {"cpu"}, "auto keeps the optimizer in host memory"
     assert seen["plain"]["gathered_bytes"] < seen["zero2"]["gathered_bytes"] / 5
+
+
+@slow
+def test_adapters_on_a_quantised_base_learn_as_without_it(results: Results) -> None:
+    losses = Losses()
+    options: dict[str, Any] = {"train_text_encoder": False, "optimizer": partial(torch.optim.AdamW, lr=1e-3)}
+    module = small.module(lora=Lora(**ADAPTERS), **options)
+    small.fit(module, small.data(), 6, losses, **NOT_CLIPPED)
+    assert results["adapters"]["losses"] == pytest.approx(losses.values, rel=2e-2)
+    stored = small.stored(Path(results["adapters"]["checkpoint"]))
+    assert stored and all(".lora_" in key for key in stored), "the base is in its files"
+    assert max(each.abs().max() for key, each in stored.items() if key.endswith("lora_B.default.weight")) > 1e-3
 
 
 @slow

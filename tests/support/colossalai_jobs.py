@@ -19,6 +19,7 @@ import fake_colossalai
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.models.lora import Lora
 from sd_lightning.state.shards import ParameterShard
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import engine_of, training_state
@@ -126,7 +127,8 @@ def adam(groups: Any, name: str = "AdamW", **options: Any) -> torch.optim.Optimi
 
 
 def module_of(job: dict[str, Any]) -> Any:
-    pl_module = module(optimizer=partial(adam, **job.get("optimizer", {})), **job.get("module", {}))
+    options = {"lora": Lora(**job["lora"]), "train_text_encoder": False} if "lora" in job else {}
+    pl_module = module(optimizer=partial(adam, **job.get("optimizer", {})), **job.get("module", {}), **options)
     for network in pl_module.trained_networks().values():
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(job.get("train_only", "") in name)

@@ -11,6 +11,7 @@ import torch
 
 import small_training as small
 from composing import Compose
+from one_rank import own_group  # noqa: F401
 from sd_lightning import AutoStrategy, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import check_optimizer
 from sd_lightning.apps.run_spec import RunSpec
@@ -92,6 +93,20 @@ def test_schedule_free_averages_and_validates_amid_accumulation() -> None:
         assert max((validated[name] - whole[name]).abs().max() for name in whole) < 1e-6
 
 
+def test_a_users_own_hook_is_called_once_a_batch() -> None:
+    class Mine(SDLightningModule):
+        batches: tuple[int, ...] = ()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.batches += (batch_idx,)
+
+    module = small.module(train_text_encoder=False)
+    module.__class__ = Mine
+    small.fit(module, small.data(), 2)
+    assert module.batches == (0, 1)
+
+
+@pytest.mark.usefixtures("own_group")
 def test_they_need_whole_weights() -> None:
     pytest.importorskip("prodigyopt")
     module = small.module(optimizer=prodigy)
@@ -99,6 +114,7 @@ def test_they_need_whole_weights() -> None:
         small.fit(module, small.data(), 1, strategy=GeminiStrategy())
 
 
+@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_planner_goes_on_to_a_strategy_that_can_step_them(name: str) -> None:
     pytest.importorskip(PACKAGES[name])

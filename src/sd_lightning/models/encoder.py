@@ -161,7 +161,7 @@ class LatentEncoder:
         sent = {n: each for n, each in self._frozen.items() if not (self.train_text_encoder and is_text(n))}
         networks = {name: _in_host_memory(each) for name, each in sent.items()}
         return LatentEncoder(
-            replace(self._model, networks=networks, deferred={}, originals={}),
+            replace(self._model, networks=networks, deferred={}, originals={}, defer_denoiser=None),
             train_text_encoder=self.train_text_encoder,
             dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         )

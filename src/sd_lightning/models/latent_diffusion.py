@@ -24,6 +24,7 @@ from sd_lightning.models.loading import (
     load_parts,
     save_parts,
 )
+from sd_lightning.quantization.base import fill_base_
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -214,8 +215,14 @@ class LatentDiffusion(PipelineParts):
 
     def read_deferred(self, device: str | torch.device) -> None:
         """Read all deferred weights onto a device, each in the dtype that its parameter has now."""
+        self.read_base()
         for name in list(self.deferred):
             self.deferred.pop(name).fill_(self.networks[name].eval(), torch.device(device))
+
+    def read_base(self) -> None:
+        """Quantise the weights that are in files of networks on whose quantised weights adapters are trained."""
+        for name, files in self.originals.items():
+            fill_base_(self.networks[name], files)
 
     def check_is_read(self, who: str, *, skip: Sequence[str] = ()) -> None:
         """Check that no network, except those in ``skip``, has deferred weights.

@@ -166,11 +166,6 @@ def load_parts(
             _check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
     adapters = _readable_adapters(on_meta, files) if files else None
 
-    def defer(name: str, component: Component) -> tuple[nn.Module, Component, DeferredWeights]:
-        network, described, stored = defer_network(component, root / name, variant=variant)
-        compare_bases(bases, root, name, network, stored)
-        return network, described, stored if adapters is None else stored.with_adapters(adapters[name])
-
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
             return load_network(component, Path(vae))
@@ -189,7 +184,9 @@ def load_parts(
                 stored.fill_(network, torch.device("cpu"))
             return network, described
         if not files or adapters is not None:
-            unread[name] = partial(defer, name, component)
+            unread[name] = partial(
+                _defer, component, root / name, variant, bases, None if adapters is None else adapters[name]
+            )
             if name in family.named(deferred):
                 network, described, weights[name] = unread[name]()
                 return network, described
@@ -205,6 +202,19 @@ def load_parts(
     for file in files if adapters is None else ():
         _merge_adapters(parts, file)
     return parts
+
+
+def _defer(
+    component: Component,
+    folder: Path,
+    variant: str | None,
+    bases: Mapping[Path, Mapping[str, Sequence[float]]],
+    adapters: Mapping[str, list[Adapter]] | None,
+) -> tuple[nn.Module, Component, DeferredWeights]:
+    """Defer a network, with adapters merged in."""
+    network, described, stored = defer_network(component, folder, variant=variant)
+    compare_bases(bases, folder.parent, folder.name, network, stored)
+    return network, described, stored if adapters is None else stored.with_adapters(adapters)
 
 
 def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | Path | None) -> PipelineParts:
@@ -440,8 +450,8 @@ def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None
     for name, tensor in state.items():
         if tensor.is_meta:
             raise UsageError(
-                f"save_pretrained: {network}.{name} has no values in memory, as nothing needs them in this run; load "
-                "the pipeline again with LatentDiffusion.from_pretrained"
+                f"save_pretrained: {network}.{name} has no values in memory: they were not read, or nothing needs them "
+                "in this run; load the pipeline again with LatentDiffusion.from_pretrained"
             )
         if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UsageError(

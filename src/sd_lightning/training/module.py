@@ -29,7 +29,6 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora
 from sd_lightning.models.meta import training_flops_per_sample
-from sd_lightning.quantization.base import fill_base_
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of, gradient_scaler, takes_found_inf
 from sd_lightning.training.losses import DiffusionLoss
@@ -155,8 +154,7 @@ class SDLightningModule(pl.LightningModule):
         strategy = self.trainer.strategy
         if stage == "fit":
             self.encoder.to(strategy.root_device)
-        for name, files in self.latent_diffusion.originals.items():
-            fill_base_(self.get_submodule(name), files)
+        self.latent_diffusion.read_base()
         if engine_of(strategy).loads_weights or not self.latent_diffusion.deferred:
             return
         strategy.precision_plugin.convert_module(self)  # sets the dtype that weights are read in; strategies repeat it
@@ -167,6 +165,7 @@ class SDLightningModule(pl.LightningModule):
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Remove and return the deferred weights of a trained network, for the caller to read; None if it has none."""
+        self.latent_diffusion.read_base()  # if an override of `setup` has not
         return self.latent_diffusion.deferred.pop(name, None)
 
     def run_settings(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -223,6 +222,9 @@ class SDLightningModule(pl.LightningModule):
     on_validation_start = on_test_start = on_fit_start
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self._evaluate_optimizers()  # before averages take the weights' place for a validation amid accumulation
+
+    def _evaluate_optimizers(self) -> None:
         """Let schedule-free optimizers bring the weights to those to validate, draw and save with."""
         for optimizer in filter(_is_two_sided, self.trainer.optimizers):
             optimizer.eval()
@@ -336,7 +338,7 @@ class SDLightningModule(pl.LightningModule):
         stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if scaler is None or optimizer_closure is None or not takes_found_inf(stepped):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            self.on_train_batch_end()  # before callbacks save or draw
+            self._evaluate_optimizers()  # before callbacks save or draw
             return
 
         def closure() -> Any:

@@ -149,8 +149,10 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.is_global_zero and isinstance(pl_module, PipelineModule):
             self._record.frozen |= pipeline.fingerprints(pl_module)
             pipeline.write_frozen_weights(self.run_dir, pl_module)
-            are_missing = not (self.run_dir / "frozen").exists()
-            if are_missing or not checkpoint.all_checkpoints(self.run_dir):  # else they may be another run's
+            start = self.resume or trainer.ckpt_path
+            is_ours = self._has_frozen_of is pl_module or (self._has_frozen_of is None and self._holds(start))
+            goes_on = self._goes_on(start) or not checkpoint.all_checkpoints(self.run_dir)
+            if goes_on and not (is_ours and (self.run_dir / "frozen").exists()):
                 pipeline.write_frozen_parts(self.run_dir, pl_module)
                 self._has_frozen_of = pl_module
 
@@ -266,14 +268,18 @@ class PortableCheckpoint(StepCallback, Checkpoint):
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise if the directory holds another run; then write the files that checkpoints share."""
-        start = self.restored or trainer.ckpt_path
-        goes_on = self._is_later_fit
-        if not goes_on and start is not None:  # a Lightning file does not name its run
-            goes_on = runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
-        writer.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
-        has_frozen = self._has_frozen_of is pl_module
-        has_frozen |= self.restored is not None and runs.holds(self.run_dir, self.restored)
+        writer.refuse_another_run(trainer, self.run_dir, goes_on=self._goes_on(self.restored or trainer.ckpt_path))
+        has_frozen = self._has_frozen_of is pl_module or self._holds(self.restored)
         writer.prepare_folder(trainer, pl_module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
+        self._has_frozen_of = pl_module
+
+    def _goes_on(self, start: str | Path | None) -> bool:
+        """Return whether a fit from a checkpoint continues the folder's run; a Lightning file does not name its run."""
+        is_unnamed = start is not None and not checkpoint.is_portable(start)
+        return self._is_later_fit or is_unnamed or self._holds(start)
+
+    def _holds(self, start: str | Path | None) -> bool:
+        return start is not None and runs.holds(self.run_dir, Path(start))
 
     def check_resume(self, pl_module: pl.LightningModule, datamodule: ResumableData) -> None:
         """Compare the checkpoint to resume, if any, with the run before it starts.

@@ -6,7 +6,7 @@ The same job as :mod:`sd_lightning.train`, with other data.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from sd_lightning import _conf, train
 
@@ -17,7 +17,8 @@ PROGRAM = replace(
     hints={
         **train.PROGRAM.hints,
         # Settings of diffusers' and ColossalAI's DreamBooth scripts that are not arguments of a Hydra target.
-        "instance_data_dir": str,
+        "instance_data_dir": str | None,
+        "subjects": list[dict[str, Any]],
         "class_data_dir": str,
         "class_prompt": str | None,
         "class_prompts": list[str],

@@ -385,7 +385,9 @@ def test_pictures_are_drawn_of_captions_that_can_be_read(tmp_path: Path) -> None
         (tmp_path / f"{name}.txt").write_text(caption)
     val, blank, train = (ImageFolder(tmp_path / part) for part in ("val", "blank", "train"))
     for held_out, prompts in ((val, ["two"]), (blank, ["one"]), (None, ["one"])):
-        trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(source_val=held_out, source_train=train))
+        trainer: Any = SimpleNamespace(
+            datamodule=SimpleNamespace(source_val=held_out, source_train=train, images=ImageOptions())
+        )
         assert _suggested_prompts(trainer, 2) == prompts
 
 

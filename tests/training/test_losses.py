@@ -75,6 +75,31 @@ def test_held_out_losses_do_not_depend_on_the_law_that_the_run_trains_with(model
         assert all(torch.equal(values, held_out[0][name]) for name, values in each.items())
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_outside_of_a_mask_the_loss_has_exactly_the_gradient_of_its_weight(
+    model: LatentDiffusion, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prediction = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    monkeypatch.setattr(model.family, "denoise", lambda *_: prediction)
+    batch = batch_of(model)
+    batch["latents"] = torch.cat([batch["latents"], batch["latents"][:1]])
+    batch |= {"epoch": torch.zeros(3, dtype=torch.int64), "index": torch.arange(3)}
+    batch["input_ids"] = model.tokenize(["one", "two", "three"])
+    losses = losses_of(model, weighting_scheme="none")
+    (plain,) = torch.autograd.grad(3 * losses.mean(model.networks, batch), prediction)
+
+    mask = torch.full((3, 1, 8, 8), weight)
+    mask[0, :, :3], mask[1, 0, 2, 5], mask[2] = 1, 1, 1  # a part, a single latent, and all
+    (masked,) = torch.autograd.grad(3 * losses.mean(model.networks, batch | {"loss_mask": mask}), prediction)
+    expected = plain * mask * 64 / mask.sum((2, 3), keepdim=True)
+    torch.testing.assert_close(masked, expected, atol=1e-8, rtol=1e-5)
+    outside = (mask == weight).expand_as(masked) & (mask.amin((2, 3), keepdim=True) < 1)
+    assert bool((masked[outside] == 0).all()) == (weight == 0)
+
+    nothing = losses.mean(model.networks, batch | {"loss_mask": torch.zeros(3, 1, 8, 8)})
+    assert nothing.item() == 0 and torch.autograd.grad(nothing, prediction)[0].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
 @pytest.mark.parametrize("name", ["tiny_klein", "tiny_z_image"])
 def test_loss_and_gradient_are_those_of_diffusers_dreambooth_scripts(

@@ -28,6 +28,7 @@ _VALUES = {
     },
     "objective.weighting_scheme": {"uniform": "none"},
     **dict.fromkeys(("base", "lora.base"), dict.fromkeys(("int4", "fp4", "4bit", "4", "qlora"), "nf4")),
+    "data.masked_loss": {"True": "files", "true": "files", "False": "none", "false": "none"},
     "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {

@@ -106,7 +106,9 @@ class CommandLine:
         """Return the group choice, such as ``trainable=lora``, that would add a key."""
         import yaml
 
-        for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
+        found = (path for folder in self.folders for path in Path(folder).glob("*/*.yaml"))
+        # An option with the name of a program, such as data=dreambooth, is that program's.
+        for path in sorted(found, key=lambda path: ((path.parent.parent / path.name).is_file(), path)):
             text, group = path.read_text(encoding="utf-8"), path.parent.name
             is_named = key == group or key.rpartition(".")[2] in text  # a text search is faster than parsing
             if group == "experiment" or group not in self.groups or not is_named:

@@ -47,6 +47,18 @@ _OTHER_NAMES = (
     ("network_alpha", "lora.alpha"),
     ("network_weights", "init_lora"),
     ("hub_model_id", "push_to_hub"),
+    *((name, "data.shuffle_tags") for name in ("shuffle_caption", "shuffle_tokens")),
+    *((name, "data.keep_tags") for name in ("keep_tokens", "shuffle_tokens_keep", "keep_tags_count")),
+    ("caption_tag_dropout_rate", "data.tag_dropout"),
+    ("caption_separator", "data.tag_separator"),
+    ("caption_dropout_rate", "data.proportion_empty_prompts"),
+    *((name, "data.caption_extension") for name in ("caption_ext", "caption_extension")),
+    *((name, "data.masked_loss=files") for name in ("masked_loss", "masked_training", "mask_path")),
+    ("conditioning_data_dir", "data.masked_loss=files"),
+    ("alpha_mask", "data.masked_loss=alpha"),
+    ("mask_min_value", "data.unmasked_weight"),
+    ("reg_data_dir", "class_data_dir"),
+    ("class_tokens", "instance_prompt"),
 )
 """Their name and ours; the first of ours that the program has is used. ``=<n>``: their value has another meaning."""
 _MODELS = {"sdxl": r"xl", "sd21": r"(diffusion|sd)[-_]?v?2", "sd15": r"(diffusion|sd)[-_]?v?1"}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,22 @@ from sd_lightning.apps import class_images, train
 from sd_lightning.apps.planning import run_of
 from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.apps.settings import options
-from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
+from sd_lightning.data.captions import CaptionOptions
+from sd_lightning.data.sources.dreambooth import (
+    Picture,
+    Subject,
+    balanced,
+    check_readable,
+    find_subjects,
+    ignored_photos,
+    num_per_prompt,
+    photos_of,
+)
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.meta import meta_twin
+from sd_lightning.models.trigger_words import tell_of_trigger_word, trigger_word
 from sd_lightning.planner.forecast import Forecast, Forecaster
 from sd_lightning.quantization.casting import cast_
 from sd_lightning.storage.atomic import check_writable
@@ -75,24 +88,55 @@ def subject_run(spec: RunSpec) -> RunSpec:
     pictures = [key for key in ("class_data_dir", "data.class_data_dir") if spec[key] == f"{folder}-class-images"]
     spec = spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
     check_folders(spec)
-    photos = find_photos(spec["instance_data_dir"], spec["instance_prompt"])
-    captions = sorted({photo.caption for photo in photos})
+    photos = captioned_photos(spec)
+    captions = sorted({photo.caption for each in photos.values() for photo in each})
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
         check_token(spec["placeholder_token"], captions)
         token = {name: spec[name] for name in ("placeholder_token", "initializer_token")}
         changes["learned_token"] = {"_target_": _LEARNED_TOKEN, **token}
-    if spec["validation_prompt"] is not None and spec.get("callbacks.samples") is not None:
-        changes["callbacks.samples.prompts"] = [spec["validation_prompt"]] * 4
+    groups = [[spec["validation_prompt"]]] if spec["validation_prompt"] else caption_groups(photos, for_samples=True)
+    if (spec["validation_prompt"] or spec["subjects"] or len(groups) > 1) and spec.get("callbacks.samples") is not None:
+        changes["callbacks.samples.prompts"] = [each for group in groups for each in islice(cycle(group), 4)]
     spec = spec.with_settings(changes)
     if spec["use_8bit_adam"]:
         spec = with_8bit_adam(spec)
     if is_first_process():
-        check_readable(photos, resolution=spec["data.resolution"], max_pixels=spec["data.max_image_pixels"])
-        ignored = ignored_photos(spec["instance_data_dir"])
-        if ignored is not None:
-            log.warning("instance_data_dir=%s: not used: %s", spec["instance_data_dir"], ignored)
+        every = [photo for each in photos.values() for photo in each]
+        check_readable(every, resolution=spec["data.resolution"], max_pixels=spec["data.max_image_pixels"])
+        shown = Counter(photo for photo in balanced(photos))
+        for subject, own in photos.items():
+            if len(photos) > 1:
+                counts = (len(set(own)), sum(shown[photo] for photo in set(own)), shown.total())
+                log.info("subject %s: %d photos, %d of every %d that are shown", subject.dir, *counts)
+            ignored = ignored_photos(subject.dir, masked_loss=spec["data.masked_loss"])
+            if ignored is not None:
+                log.warning("instance_data_dir=%s: not used: %s", subject.dir, ignored)
     return spec
+
+
+def captioned_photos(spec: RunSpec) -> dict[Subject, list[Picture]]:
+    """Return the photos of each subject, captioned as the model is to read them.
+
+    Raises:
+        UsageError: The subjects or their photos cannot be used.
+    """
+    options = CaptionOptions(**{field.name: spec[f"data.{field.name}"] for field in fields(CaptionOptions)})
+    subjects = find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"])
+    how = {name: spec[f"data.{name}"] for name in ("caption_extension", "masked_loss")}
+    found = photos_of(subjects, **how).items()
+    return {each: [replace(photo, caption=options.written(photo.caption)) for photo in own] for each, own in found}
+
+
+def caption_groups(photos: Mapping[Subject, Sequence[Picture]], *, for_samples: bool = False) -> list[list[str]]:
+    """Return the distinct captions of each subject, and of each of its kohya folders; or what samples show of it."""
+    groups: dict[Any, list[str]] = {}
+    for subject, own in photos.items():
+        for photo in own:
+            given = subject.validation_prompt if for_samples else None
+            key = subject if given else (subject, Path(photo.path).parent)
+            groups.setdefault(key, []).append(given or photo.caption)
+    return [[*dict.fromkeys(captions)] for captions in groups.values()]
 
 
 def check_command_line(spec: RunSpec) -> None:
@@ -130,14 +174,17 @@ def check_folders(spec: RunSpec) -> None:
             "dreambooth got class_data_dir= without a value; expected a folder for the class images; leave "
             "class_data_dir out"
         )
-    photos, pictures = (Path(spec[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
-    if photos.is_relative_to(pictures) or pictures.is_relative_to(photos):
-        how = "the same folder" if photos == pictures else "one inside the other"
-        both = f"class_data_dir={spec['class_data_dir']} and instance_data_dir={spec['instance_data_dir']}"
-        raise UsageError(
-            f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of its "
-            "class are taken for each other; leave class_data_dir out, or choose another class_data_dir=<folder>"
-        )
+    pictures = Path(spec["class_data_dir"]).resolve()
+    for subject in find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"]):
+        photos = Path(subject.dir).resolve()
+        if photos.is_relative_to(pictures) or pictures.is_relative_to(photos):
+            how = "the same folder" if photos == pictures else "one inside the other"
+            both = f"class_data_dir={spec['class_data_dir']} and instance_data_dir={subject.dir}"
+            raise UsageError(
+                f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of "
+                "its class are taken for each other; leave class_data_dir out, or choose another "
+                "class_data_dir=<folder>"
+            )
 
 
 def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
@@ -150,9 +197,15 @@ def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
     Raises:
         UsageError: Settings contradict each other, or a caption has no word that tells the subject from its class.
     """
+    of_subjects = dict.fromkeys(each.get("class_prompt") or "" for each in spec.get("subjects") or ())
     if not spec["with_prior_preservation"]:
+        if any(of_subjects) and "with_prior_preservation" not in spec.overridden:
+            raise UsageError(
+                "dreambooth got subjects with a class_prompt, which nothing uses without with_prior_preservation; add "
+                "with_prior_preservation=true, or leave class_prompt out"
+            )
         return []
-    stripped = (prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"]])
+    stripped = (prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"], *of_subjects])
     prompts = [prompt for prompt in stripped if prompt]
     if not prompts:
         raise UsageError(
@@ -247,6 +300,12 @@ def prepare(spec: RunSpec) -> None:
             class_images.wait_for(folder, prompts, count)
         return
     missing = missing_class_images(spec, base) if prompts else []
+    if model.is_ours and not spec["learn_token"]:
+        described = model.describe()
+        for captions in caption_groups(captioned_photos(spec)):
+            word = trigger_word(described, captions, prompts)
+            if word is not None:
+                tell_of_trigger_word(described, word, captions)
     predicted = predict_memory(spec)
     if predicted is not None:
         print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")

@@ -121,6 +121,12 @@ def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
     Raises:
         UsageError: A store cannot hold what makes these data special.
     """
+    images = datamodule.images
+    masked = None if images.masked_loss == "none" else f"data.masked_loss={images.masked_loss}"
+    unused = images.changed_captions or masked
+    if unused is not None:
+        remedy = "leave it out" if masked else "give it to the training on the store instead, beside data=latents"
+        raise UsageError(f"precompute got {unused}, which a store does not hold; {remedy}")
     sources = {"train": datamodule.source_train}
     if datamodule.source_val is not None:
         sources["val"] = datamodule.source_val

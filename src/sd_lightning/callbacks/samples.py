@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -160,15 +160,17 @@ def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
     if classifier is not None:
         return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    held_out = [] if data.source_val is None else list(islice(first_captions(data.source_val), count))
-    return held_out or list(islice(first_captions(data.source_train), count))
+    sources = (data.source_val, data.source_train)
+    found = (list(islice(_captions(each, data.images.written), count)) for each in sources if each is not None)
+    return next(filter(None, found), [])
 
 
-def first_captions(source: Source) -> Iterator[str]:
-    """Yield the caption of each sample that has one."""
+def _captions(source: Source, written: Callable[[str], str]) -> Iterator[str]:
+    """Yield the caption of each sample that has one, as the model reads it."""
     for i in range(len(source)):
         with suppress(BadSample):
-            yield source.captions(i)[0]
+            caption = source.captions(i)[0]
+            yield caption if source.is_prior is not None and source.is_prior[i] else written(caption)
 
 
 def _log_image(logger: Any, grid: Image.Image, step: int) -> None:

@@ -21,7 +21,14 @@ from torch.utils.data import Dataset
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
 from sd_lightning.data.source import BadSample, Source, StoredLatents
-from sd_lightning.data.transform import ImageOptions, Placed, any_error_is_a_bad_sample, place, to_model_range
+from sd_lightning.data.transform import (
+    ImageOptions,
+    Placed,
+    any_error_is_a_bad_sample,
+    loss_weights,
+    place,
+    to_model_range,
+)
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.state.ranks import gathered
@@ -135,6 +142,7 @@ class CaptionedImages(Dataset[Batch]):
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
+    - ``loss_mask`` (B, 1, h, w) float32 with masks: weights of the latents in the sample's loss
     - ``sample_weight`` (B,) float32 in validation with buckets: 0 for samples that only fill up a batch
     - ``captions`` list of B strings, unless their token ids were stored
     - ``bad`` list of ``(index, reason)``
@@ -151,6 +159,7 @@ class CaptionedImages(Dataset[Batch]):
         latents: StoredLatents | None = None,
         max_bad: int | None = None,
         buckets: Sequence[Bucket] = (),
+        latent_stride: int = 1,
     ) -> None:
         """Combine images, captions and randomness.
 
@@ -165,6 +174,7 @@ class CaptionedImages(Dataset[Batch]):
             max_bad: Stop replacing samples once more than this many are bad in one batch; such a batch holds only
                 ``bad``.
             buckets: Shapes of the images; squares without any. All samples of a batch are of one bucket.
+            latent_stride: Image pixels per latent along one side, for masks.
         """
         self.source = source
         self.tokenize = tokenize
@@ -174,6 +184,9 @@ class CaptionedImages(Dataset[Batch]):
         self.latents = latents
         self.max_bad = len(source) if max_bad is None else max_bad
         self.buckets = buckets
+        self.latent_stride = latent_stride
+        self._masks: dict[int, Tensor] = {}
+        """By the number of the image, of latents, whose crop stays the same."""
 
     def __len__(self) -> int:
         """Return the number of samples of the source."""
@@ -202,14 +215,15 @@ class CaptionedImages(Dataset[Batch]):
         if self.latents is not None:
             used = self.latents.usable(index)
             images = self.latents.batch(used, epoch=epoch)
+            if self.options.masked_loss != "none":
+                images["loss_mask"] = torch.stack([self._mask(i, shape) for i in used])
         else:
             found = self._read_images(epoch, index, shape, bad)
             if found is None:
                 return {"bad": list(bad.items())}
             images, used = found
-        which = self._choose_captions(epoch, index, used)
         batch = images | {
-            **self._captions(used, which),
+            **self._captions(used, epoch, index),
             "epoch": epoch,
             "index": index,
             "target_size": torch.tensor([shape] * len(keys)),
@@ -222,7 +236,7 @@ class CaptionedImages(Dataset[Batch]):
             batch["sample_weight" if self.wrong_captions else "loss_weight"] = loss_weight
         if self.wrong_captions and self.has_wrong_captions:
             wrong = [self._with_wrong_caption(i) for i in used]
-            batch["wrong_input_ids"] = self.tokenize([self.source.captions(i)[0] for i in wrong])
+            batch["wrong_input_ids"] = self.tokenize([self._first_caption(i) for i in wrong])
             stored = self.source.text_embeddings(wrong, [0] * len(wrong))
             if stored is not None:
                 batch["wrong_text_embeddings"] = stored
@@ -244,10 +258,13 @@ class CaptionedImages(Dataset[Batch]):
                 return i
         raise RuntimeError(f"sample {index} has no wrong caption")
 
+    def _first_caption(self, index: int) -> str:
+        return self.options.written(self.source.captions(index)[0])
+
     def _first_ids(self, index: int) -> Tensor | None:
         """Return the token ids of a sample's first caption for all text encoders; None if it cannot be read."""
         try:
-            return torch.cat([*self.tokenize([self.source.captions(index)[0]]).values()], dim=1)
+            return torch.cat([*self.tokenize([self._first_caption(index)]).values()], dim=1)
         except BadSample:
             return None
 
@@ -261,36 +278,55 @@ class CaptionedImages(Dataset[Batch]):
             crops = randomness.uniform(self.seed, epoch, index, Purpose.CROP, (2,)).tolist()
         if self.options.random_flip:
             flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
-        placed, used = [], []
+        placed, masks, used = [], [], []
         for requested, crop, flip in zip(index.tolist(), crops, flips):
             image = self._readable(requested, bad, shape, crop, flip)
             if image is None:
                 return None
             placed.append(image[0])
-            used.append(image[1])
+            masks.append(image[1])
+            used.append(image[2])
         images = {
             "pixel_values": to_model_range(torch.from_numpy(np.stack([p.pixels for p in placed]))),
             "original_size": torch.tensor([p.original_size for p in placed]),
             "crop_top_left": torch.tensor([p.crop_top_left for p in placed]),
         }
+        if self.options.masked_loss != "none":
+            images["loss_mask"] = torch.stack(masks)
         return images, used
 
     def _readable(
         self, index: int, bad: dict[int, str], shape: Shape, crop: tuple[float, float] | None, flip: bool
-    ) -> tuple[Placed, int] | None:
-        """Return the first readable image from ``index`` on, placed, and its index; None if too many are bad."""
+    ) -> tuple[Placed, Tensor, int] | None:
+        """Return the first readable image from ``index`` on, its mask and its index; None if too many are bad."""
         max_pixels = self.options.max_image_pixels
         for i in chain(range(index, len(self)), range(index)):
             try:
                 with any_error_is_a_bad_sample():
                     self.source.captions(i)
                     image = self.source.image(i)
-                    return place(image, shape, max_pixels=max_pixels, crop=crop, flip=flip), i
+                    placed = place(image, shape, max_pixels=max_pixels, crop=crop, flip=flip)
+                    return placed, self._mask(i, shape, crop, flip), i
             except BadSample as reason:
                 bad[i] = str(reason)
             if len(bad) > self.max_bad:
                 break
         return None
+
+    def _mask(self, index: int, shape: Shape, crop: tuple[float, float] | None = None, flip: bool = False) -> Tensor:
+        """Return the weights (1, h, w) of a sample's latents in its loss: 1 where it has no mask."""
+        options, stride = self.options, self.latent_stride
+        number = index if self.source.rows is None else int(self.source.rows[index])
+        if number in self._masks:
+            return self._masks[number]
+        mask = self.source.mask(index) if options.masked_loss != "none" else None
+        weights = torch.ones(1, shape[0] // stride, shape[1] // stride)
+        if mask is not None:
+            placed = place(mask, shape, max_pixels=options.max_image_pixels, crop=crop, flip=flip, mode="L")
+            weights = loss_weights(placed.pixels, stride, options.unmasked_weight)
+        if self.latents is not None:
+            self._masks[number] = weights
+        return weights
 
     def _choose_captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[int | None]:
         """Choose one caption of each sample by its number, or None for "" (caption dropout)."""
@@ -300,8 +336,12 @@ class CaptionedImages(Dataset[Batch]):
         share, counts = self.options.proportion_empty_prompts, self.source.num_captions(used)
         return [None if d < share else int(u * count) for u, d, count in zip(position, drop, counts)]
 
-    def _captions(self, used: list[int], which: list[int | None]) -> Batch:
+    def _captions(self, used: list[int], epoch: Tensor, index: Tensor) -> Batch:
         """Return the batch entries of the chosen captions; those that are stored encoded are not read."""
+        which = self._choose_captions(epoch, index, used)
+        if self.options.changed_captions:
+            captions = self._written(used, which, epoch, index)
+            return {"input_ids": self.tokenize(captions), "captions": captions}
         embeddings = self.source.text_embeddings(used, which)
         if embeddings is not None:
             return {"text_embeddings": embeddings}
@@ -317,6 +357,16 @@ class CaptionedImages(Dataset[Batch]):
                 ids[name][kept] = each
             return {"input_ids": ids}
         return {"input_ids": stored}
+
+    def _written(self, used: list[int], which: list[int | None], epoch: Tensor, index: Tensor) -> list[str]:
+        """Return the chosen captions as the model is to read them; those of a class stay as they are."""
+        captions = ["" if n is None else self.source.captions(i)[n] for i, n in zip(used, which)]
+        is_prior = self.source.is_prior
+        changed = [bool(text) and (is_prior is None or not is_prior[i]) for i, text in zip(used, captions)]
+        count = 0 if self.wrong_captions else max(map(self.options.num_draws, captions))
+        draws = randomness.uniform(self.seed, epoch, index, Purpose.TAGS, (count,)).tolist()
+        written = self.options.written
+        return [written(text, row) if has else text for has, text, row in zip(changed, captions, draws)]
 
 
 def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:

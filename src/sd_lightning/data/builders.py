@@ -14,11 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.captions import CaptionOptions
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import ENCODER_FIELDS, LoaderOptions
 from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.sources.digits import Digits
-from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
+from sd_lightning.data.sources.dreambooth import (
+    Picture,
+    SubjectAndClass,
+    balanced,
+    find_class_pictures,
+    find_subjects,
+    photos_of,
+)
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import StoredLatentsSource, check_law, choose_recipe
@@ -26,7 +34,7 @@ from sd_lightning.data.sources.parquet import ParquetImages
 from sd_lightning.data.sources.webdataset import WebDatasetTars
 from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.reader import default_cache
-from sd_lightning.data.transform import BUCKET_FIELDS, ImageOptions
+from sd_lightning.data.transform import BUCKET_FIELDS, MASK_FIELDS, ImageOptions
 from sd_lightning.storage.object_store import open_location
 
 _Builder = Callable[..., SDDataModule]
@@ -166,7 +174,7 @@ _OF_MANY_IMAGES: dict[str, Any] = {
     batches=Batches(64, cache_latents=True),
     images=ImageOptions(32, center_crop=True, proportion_empty_prompts=0.1),
     loader=LoaderOptions(),
-    without=("max_image_pixels", *BUCKET_FIELDS),
+    without=("max_image_pixels", *BUCKET_FIELDS, *MASK_FIELDS),
 )
 def digits_data(
     *, num_val_samples: int = 128, batches: Batches, images: ImageOptions, loader: LoaderOptions
@@ -204,11 +212,12 @@ def image_folder_data(
         allow_outside=allow_outside,
         caption_extension=caption_extension,
         folder_repeats=folder_repeats,
+        masked_loss=images.masked_loss,
     )
     return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
-@flat(columns=Columns(), **_OF_MANY_IMAGES)
+@flat(columns=Columns(), **_OF_MANY_IMAGES, without=MASK_FIELDS)
 def huggingface_data(
     dataset_name: str,
     *,
@@ -228,7 +237,7 @@ def huggingface_data(
     return _of_many(read, split, val_split, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
-@flat(**_OF_MANY_IMAGES)
+@flat(**_OF_MANY_IMAGES, without=MASK_FIELDS)
 def webdataset_data(
     train_data_dir: str,
     val_data_dir: str | None = None,
@@ -244,7 +253,7 @@ def webdataset_data(
     return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
-@flat(columns=ColumnsAndSizes(), **_OF_MANY_IMAGES)
+@flat(columns=ColumnsAndSizes(), **_OF_MANY_IMAGES, without=MASK_FIELDS)
 def parquet_data(
     train_data_dir: str,
     val_data_dir: str | None = None,
@@ -270,17 +279,21 @@ def parquet_data(
     without=("val_batch_size", *ENCODER_FIELDS),
 )
 def dreambooth_data(
-    instance_data_dir: str,
+    instance_data_dir: str | None = None,
     instance_prompt: str | None = None,
     *,
+    subjects: list[dict[str, Any]] | None = None,
+    caption_extension: str = ".txt",
     prior: Prior,
     batches: Batches,
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build the datamodule of a subject's photos and, with class prompts, class pictures (``SubjectAndClass``)."""
+    """Build the datamodule of photos of one or more subjects and, with class prompts, class pictures."""
+    chosen = find_subjects(subjects, instance_data_dir, instance_prompt)
+    photos = photos_of(chosen, caption_extension=caption_extension, masked_loss=images.masked_loss)
     source = SubjectAndClass(
-        find_photos(instance_data_dir, instance_prompt),
+        balanced(photos),
         prior.find(),
         prior_loss_weight=prior.prior_loss_weight,
         min_samples=16 * batches.batch_size,
@@ -289,7 +302,13 @@ def dreambooth_data(
     return SDDataModule(source, images=images, loader=loader, **vars(batches))
 
 
-@flat(recorded=Recorded(), batches=Batches(), loader=LoaderOptions(), without=("cache_latents", *ENCODER_FIELDS))
+@flat(
+    recorded=Recorded(),
+    captions=CaptionOptions(),
+    batches=Batches(),
+    loader=LoaderOptions(),
+    without=("cache_latents", *ENCODER_FIELDS),
+)
 def latents_data(
     store: str,
     *,
@@ -297,6 +316,7 @@ def latents_data(
     cache_dir: str | None = None,
     cache_gb: float = 100.0,
     proportion_empty_prompts: float = 0.1,
+    captions: CaptionOptions,
     batches: Batches,
     loader: LoaderOptions,
 ) -> SDDataModule:
@@ -314,6 +334,7 @@ def latents_data(
         center_crop=recipe.crop == "center",
         random_flip=recipe.flip,
         proportion_empty_prompts=proportion_empty_prompts,
+        **vars(captions),
     )
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
 
@@ -325,6 +346,7 @@ def paths_in(settings: Mapping[str, Any]) -> dict[str, str]:
     pictures to be drawn.
     """
     texts = {name: value for name, value in settings.items() if isinstance(value, str) and value}
+    texts |= {f"subjects.{number}.dir": each["dir"] for number, each in enumerate(settings.get("subjects") or ())}
     return {name: value for name, value in texts.items() if name.endswith("_dir") or os.path.exists(value)}
 
 

@@ -115,6 +115,11 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
+        if self.images.masked_loss != "none" and not self.source_train.num_masks:
+            raise UsageError(
+                f"data.masked_loss={self.images.masked_loss}: {type(self.source_train).__name__} has no masks; write "
+                "data=images or data=dreambooth, or data.masked_loss=none"
+            )
         if self.images.enable_bucket and self.source_train.group_size > 1:
             raise UsageError(
                 f"data.enable_bucket=true: samples stay together in groups of {self.source_train.group_size}, such as "
@@ -134,6 +139,12 @@ class SDDataModule(LightningDataModule):
             self.images.check_model(model)
         for source in self._sources:
             source.check_model(model, train_text_encoder=train_text_encoder)
+        changed = self.images.changed_captions
+        if changed and not self.source_train.needs_encoders:
+            raise UsageError(
+                f"{changed} changes captions, and this store has the text encoders' output for them as they are, which "
+                "is used instead of encoding; leave it out, or train on another store, made with text=false"
+            )
 
     @property
     def needs_encoders(self) -> bool:
@@ -187,8 +198,12 @@ class SDDataModule(LightningDataModule):
             self._is_described = True
             for line in order.described():
                 log.info("data: %s", line)
-            if self.source_train.latents is None:  # of a store, precompute has told
-                tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
+            if self.images.masked_loss == "files":
+                counts = (self.source_train.num_masks, len(self.source_train.distinct))
+                log.info("data: %d of %d images have a mask; of the others everything counts", *counts)
+            if self.source_train.latents is None or self.images.changed_captions:  # of a store, precompute has told
+                truncated, written = self._module().latent_diffusion.truncated, self.images.written
+                tell_of_long_captions(self.source_train, lambda captions: truncated([*map(written, captions)]))
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loaders.build(dataset, self.train_sampler, trainer)
         source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)
@@ -259,6 +274,7 @@ class SDDataModule(LightningDataModule):
             latents=self._stored(source),
             max_bad=self.bad.limit,
             buckets=self.batching.buckets(source),
+            latent_stride=1 if images.masked_loss == "none" else module.latent_diffusion.latent_space.stride,
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:

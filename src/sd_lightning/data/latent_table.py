@@ -77,6 +77,7 @@ class _ByIndex(SourceSubset):
 
     def decode(self, content: bytes) -> Image.Image:
         self.captions(int(content))
+        self.mask(int(content))
         return self.image(int(content))
 
 

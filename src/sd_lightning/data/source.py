@@ -76,6 +76,10 @@ class Source(ABC):
     """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
     buckets: Sequence[Bucket] | None = None
     """Aspect-ratio buckets that come with the data, as in a latent store; None if images are cropped to any shape."""
+    num_masks: int = 0
+    """Number of images for which :meth:`mask` looks for a mask."""
+    is_prior: Tensor | None = None
+    """(N,) bool, the pictures of a class, whose captions stay as they are; None without any."""
     rows: Tensor | None = None
     """(N,) int64, index in ``distinct`` of each sample's image, where samples share images."""
 
@@ -129,6 +133,14 @@ class Source(ABC):
         """
         image = self.image(index)
         return image.height, image.width
+
+    def mask(self, index: int) -> Image.Image | None:
+        """Return the mask of an image's loss, mode L, of its size: 255 where the loss counts; None if all of it does.
+
+        Raises:
+            BadSample: The mask cannot be read, is of another shape, or has no part that counts.
+        """
+        return None
 
     latents: StoredLatents | None = None
     """Latents that are read instead of images; None for images."""
@@ -216,12 +228,16 @@ class SourceSubset(Source):
         self.indices = indices
         self.dropped = self.source.dropped
         self.fingerprint = self.source.fingerprint
+        self.num_masks = self.source.num_masks
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def image(self, index: int) -> Image.Image:
         return self.source.image(self.indices[index])
+
+    def mask(self, index: int) -> Image.Image | None:
+        return self.source.mask(self.indices[index])
 
     def captions(self, index: int) -> Sequence[str]:
         return self.source.captions(self.indices[index])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.captions import CaptionOptions
 from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample
 from sd_lightning.models.families.base import SIZE_MULTIPLE
@@ -28,6 +29,10 @@ MAX_IMAGE_PIXELS = 128_000_000
 """Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
 BUCKET_FIELDS = ("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
 """Fields of ``ImageOptions`` of aspect-ratio buckets."""
+MaskedLoss = Literal["none", "files", "alpha"]
+"""Where masks of the loss are: nowhere, in files beside the images, or in the images' transparency."""
+MASK_FIELDS = ("masked_loss", "unmasked_weight")
+"""Fields of ``ImageOptions`` of masks."""
 
 
 def bucket_shapes(resolution: int, *, min_side: int, max_side: int, step: int) -> list[Shape]:
@@ -75,20 +80,21 @@ class Placed:
     """A transformed image and the sizes that SDXL is conditioned on (all in pixels)."""
 
     pixels: np.ndarray
-    """(height, width, 3) uint8, the target shape."""
+    """(height, width, 3) uint8, the target shape; (height, width) of a mask."""
     original_size: tuple[int, int]
     """(height, width) before resizing."""
     crop_top_left: tuple[int, int]
     """(top, left) of the crop in the resized image."""
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image, *, background: str = "white") -> Image.Image:
     """Apply the EXIF orientation and convert to 8-bit RGB.
 
-    Transparent parts become white. 16-bit greyscale is scaled; PIL's own conversion clips it.
+    Transparent parts get the colour of the background. 16-bit greyscale is scaled; PIL's own conversion clips it.
 
     Args:
         image: A decoded image of any mode.
+        background: Name of a colour.
 
     Returns:
         The image in mode ``RGB``.
@@ -105,8 +111,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, "white")
-        return Image.alpha_composite(white, layer).convert("RGB")
+        behind = Image.new("RGBA", layer.size, background)
+        return Image.alpha_composite(behind, layer).convert("RGB")
     return image.convert("RGB")
 
 
@@ -172,31 +178,34 @@ def place(
     max_pixels: int = MAX_IMAGE_PIXELS,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
+    mode: Literal["RGB", "L"] = "RGB",
 ) -> Placed:
     """Resize an image so that it just covers a shape, and crop the rest (flip first, as in diffusers).
 
     Args:
-        image: RGB image.
+        image: The image.
         shape: (height, width) of the result, in pixels.
         max_pixels: Limit on the image's pixels, before and after resizing.
         crop: Vertical and horizontal position of the crop as fractions in [0, 1); ``None`` crops
             the centre.
         flip: Mirror left and right.
+        mode: What the image has to be; of a mask, L, resizing takes the mean of the pixels.
 
     Returns:
         The pixels with their original size and crop position.
 
     Raises:
         BadSample: It has no pixels, or too many.
-        ValueError: It is not RGB.
+        ValueError: It is of another mode.
     """
     check_size(image.size, max_pixels)
-    if image.mode != "RGB":
-        raise ValueError(f"the image's mode is {image.mode}; expected RGB")
+    if image.mode != mode:
+        raise ValueError(f"the image's mode is {image.mode}; expected {mode}")
     width, height = image.size
     new_width, new_height = resized(image.size, shape, max_pixels)
     if (new_width, new_height) != (width, height):
-        image = image.resize((new_width, new_height), Image.Resampling.LANCZOS, reducing_gap=3.0)
+        how, gap = (Image.Resampling.LANCZOS, 3.0) if mode == "RGB" else (Image.Resampling.BOX, None)
+        image = image.resize((new_width, new_height), how, reducing_gap=gap)
     if flip:
         image = ImageOps.mirror(image)
     room = (new_height - shape[0], new_width - shape[1])
@@ -211,8 +220,24 @@ def to_model_range(pixels: Tensor) -> Tensor:
     return (pixels.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 127.5).sub_(1.0)
 
 
+def loss_weights(mask: np.ndarray, stride: int, unmasked_weight: float) -> Tensor:
+    """Return the weight of each of a sample's latents in its loss.
+
+    Args:
+        mask: (H, W) uint8, from :func:`place`: 255 where the loss counts, 0 where it does not.
+        stride: Image pixels per latent along one side; the mean of their mask is that of the latent.
+        unmasked_weight: Weight where the mask is 0.
+
+    Returns:
+        (1, H / stride, W / stride) float32 in [``unmasked_weight``, 1].
+    """
+    height, width = mask.shape
+    shares = mask.reshape(height // stride, stride, width // stride, stride).mean((1, 3)) / 255
+    return torch.from_numpy(unmasked_weight + (1 - unmasked_weight) * shares).float()[None]
+
+
 @dataclass(frozen=True)
-class ImageOptions:
+class ImageOptions(CaptionOptions):
     """How images and captions are prepared; names as in diffusers' training scripts, of buckets as in kohya's.
 
     Raises:
@@ -237,8 +262,13 @@ class ImageOptions:
     """Largest side of a bucket, in pixels."""
     bucket_reso_steps: int = 64
     """All sides of buckets are multiples of this number of pixels."""
+    masked_loss: MaskedLoss = "none"
+    """Where the masks are that say which parts of the images count in the loss."""
+    unmasked_weight: float = 0.0
+    """Weight in the loss of what is outside of a mask."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.resolution < SIZE_MULTIPLE or self.resolution % SIZE_MULTIPLE:
             raise UsageError(
                 f"data.resolution={self.resolution}: expected a positive multiple of {SIZE_MULTIPLE}, which the VAE "
@@ -253,6 +283,11 @@ class ImageOptions:
             raise UsageError(
                 f"data.max_image_pixels={self.max_image_pixels}: expected at least the {self.resolution**2} pixels of "
                 f"data.resolution={self.resolution}; write data.max_image_pixels={MAX_IMAGE_PIXELS}"
+            )
+        if not 0 <= self.unmasked_weight <= (self.masked_loss != "none"):
+            raise UsageError(
+                f"data.unmasked_weight={self.unmasked_weight} with data.masked_loss={self.masked_loss}: expected a "
+                "number in [0, 1], and masks; write data.masked_loss=files data.unmasked_weight=0.1, or leave it out"
             )
         if self.enable_bucket:
             self._check_buckets()
@@ -343,8 +378,9 @@ class ImageOptions:
             )
 
     def evaluation(self) -> ImageOptions:
-        """Return the options for validation, without randomness."""
-        return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)
+        """Return the options for validation: without randomness, and without masks, so that runs are comparable."""
+        masks: dict[str, Any] = {"masked_loss": "none", "unmasked_weight": 0.0}
+        return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0, **masks)
 
 
 def _nearest(value: int, multiple: int) -> int:

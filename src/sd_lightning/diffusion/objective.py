@@ -338,12 +338,13 @@ class Objective:
         uniforms = uniform(seed, epoch, index, Purpose.TIMESTEP)
         return mode(uniforms, self.mode_scale) if self.scheme == "mode" else uniforms
 
-    def loss(self, prediction: Tensor, batch: NoisyBatch) -> Tensor:
+    def loss(self, prediction: Tensor, batch: NoisyBatch, mask: Tensor | None = None) -> Tensor:
         """Return the weighted mean squared error of each sample, float32 (B,).
 
         Args:
             prediction: The network's output (B, C, H, W), any float dtype.
             batch: From :meth:`prepare`.
+            mask: Weights (B, 1, H, W) of a sample's mean, at least 0; a sample without any has no loss.
 
         Raises:
             UsageError: If the network's output has another shape than its target.
@@ -354,7 +355,10 @@ class Objective:
                 f"{tuple(batch.target.shape)}. Use a network whose out_channels equals its in_channels."
             )
         error = F.mse_loss(prediction.float(), batch.target, reduction="none")
-        return error.flatten(1).mean(dim=1) * batch.weights
+        if mask is None:
+            return error.flatten(1).mean(dim=1) * batch.weights
+        total = mask.flatten(1).sum(dim=1).clamp(min=torch.finfo(mask.dtype).tiny)
+        return (error.mean(dim=1, keepdim=True) * mask).flatten(1).sum(dim=1) / total * batch.weights
 
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the required config entries of the exported sampling scheduler.

@@ -61,6 +61,7 @@ class Purpose(IntEnum):
     BUCKETS = 11
     MASK = 12
     MASKED_SAMPLE = 13
+    TAGS = 14
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

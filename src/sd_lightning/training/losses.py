@@ -51,10 +51,12 @@ class DiffusionLoss:
         self.schedule, self._held_out_schedule = self.schedule.to(device), self._held_out_schedule.to(device)
 
     def mean(self, networks: Networks, batch: Batch) -> Tensor:
-        """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one."""
-        losses = self._per_sample(
-            networks, self._noisy(batch, self._objective, self.schedule), self._conditioning(networks, batch)
-        )
+        """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one.
+
+        With a ``loss_mask`` (B, 1, h, w), the loss of a sample is the mean weighted by it.
+        """
+        noisy = self._noisy(batch, self._objective, self.schedule)
+        losses = self._per_sample(networks, noisy, self._conditioning(networks, batch), batch.get("loss_mask"))
         return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
     def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
@@ -95,11 +97,13 @@ class DiffusionLoss:
             image_tokens=self._model.family.image_tokens(*latents.shape[-2:]),
         )
 
-    def _per_sample(self, networks: Networks, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
+    def _per_sample(
+        self, networks: Networks, noisy: NoisyBatch, conditioning: Conditioning, mask: Tensor | None = None
+    ) -> Tensor:
         denoiser = networks[self._model.family.denoiser]
         dtype = next(denoiser.parameters()).dtype  # an engine may have cast the weights
         latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
         if self._objective.guidance_scale is not None:
             conditioning["guidance"] = latents.new_full(latents.shape[:1], self._objective.guidance_scale)
         prediction = self._model.family.denoise(denoiser, latents, noisy.timesteps, conditioning)
-        return self._objective.loss(prediction, noisy)
+        return self._objective.loss(prediction, noisy, mask)

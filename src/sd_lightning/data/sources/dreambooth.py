@@ -1,22 +1,23 @@
 """Photos of a subject and pictures of its class, for DreamBooth (arXiv 2208.12242).
 
 The photos lie in one folder, or in folders named as for kohya's scripts (``10_sks dog``: ten repeats, with the caption
-"sks dog"). Pictures of the class lie in one folder per class prompt; see :func:`class_folder`.
+"sks dog"), or in such a folder for each of several subjects. Pictures of the class lie in one folder per class prompt;
+see :func:`class_folder`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample, Source, SourceSubset
 from sd_lightning.data.sources.image_files import (
     KOHYA_FOLDER,
@@ -28,7 +29,8 @@ from sd_lightning.data.sources.image_files import (
     read_captions,
     repeats,
 )
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
+from sd_lightning.data.sources.masks import FOLDER, find_masks, image_evidence, read_mask, without_masks
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, MaskedLoss, resized
 
 _LEAST_PHOTOS = 2
 
@@ -39,6 +41,27 @@ class Picture:
 
     path: str
     caption: str
+    mask: str | None = None
+    """Path of its mask; see :func:`read_mask`."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One of several subjects."""
+
+    dir: str
+    """Folder of its photos, as of a single subject."""
+    prompt: str | None = None
+    """Caption of its photos; None for those that lie beside them."""
+    class_prompt: str | None = None
+    """Caption of pictures of its class, for prior preservation."""
+    repeats: int | None = None
+    """How often each photo is shown for one of another subject; None for as many photos in an epoch as others have."""
+    validation_prompt: str | None = None
+    """For the pictures drawn during the run; None for the captions of its photos."""
+
+
+_SUBJECT = {field.name for field in fields(Subject)}
 
 
 class Pictures(EncodedImages):
@@ -47,6 +70,7 @@ class Pictures(EncodedImages):
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
         self.max_image_pixels = max_image_pixels
+        self.num_masks = sum(picture.mask is not None for picture in self.pictures)
         self._repeats = repeats(map(self._in_folder, range(len(self.pictures))))
 
     def __len__(self) -> int:
@@ -54,6 +78,10 @@ class Pictures(EncodedImages):
 
     def open(self, index: int) -> BinaryIO:
         return open_file(self.pictures[index].path)
+
+    def mask(self, index: int) -> Image.Image | None:
+        picture = self.pictures[index]
+        return read_mask(picture.path, picture.mask, max_pixels=self.max_image_pixels)
 
     def captions(self, index: int) -> list[str]:
         return [self.pictures[index].caption]
@@ -70,7 +98,7 @@ class Pictures(EncodedImages):
         picture, name = self.pictures[index], self._in_folder(index)
         folder, _, file = name.rpartition("/")
         identity = name if KOHYA_FOLDER.fullmatch(folder) else file
-        return identity, file_evidence(picture.path, thorough=thorough), picture.caption
+        return identity, image_evidence(picture.path, picture.mask, thorough=thorough), picture.caption
 
     def _in_folder(self, index: int) -> str:
         path = Path(self.pictures[index].path)
@@ -123,6 +151,8 @@ class SubjectAndClass(SourceSubset):
         rows = [row[group[i % len(group)]] for i in range(count) for group in groups]
         super().__init__(Pictures(files, max_image_pixels=max_image_pixels), rows)
         self.rows = torch.tensor(rows)
+        if class_pictures:
+            self.is_prior = torch.tensor([False, True]).repeat(count)
         weights = [2.0, 2.0 * prior_loss_weight] if class_pictures else [1.0]
         self.loss_weights = torch.tensor(weights).repeat(count)
 
@@ -132,29 +162,82 @@ class SubjectAndClass(SourceSubset):
         return self.source
 
 
-def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
-    """Return the photos of the subject; those in ``10_sks dog/`` are listed ten times.
+def find_subjects(
+    subjects: Sequence[Mapping[str, Any]] | None, folder: str | None = None, prompt: str | None = None
+) -> list[Subject]:
+    """Return the subjects of ``subjects=``, or the one of ``instance_data_dir=`` and ``instance_prompt=``.
+
+    Raises:
+        UsageError: Both or neither are given, a subject has other keys or values, or two have the same prompt.
+    """
+    example = "'subjects=[{dir:photos/rex,prompt:a photo of sks dog},{dir:photos/tom,prompt:a photo of zwx cat}]'"
+    if bool(subjects) == (folder is not None) or (subjects and prompt is not None):
+        raise UsageError(
+            f"dreambooth got {'both' if subjects else 'neither'} instance_data_dir or instance_prompt and subjects; "
+            f"write instance_data_dir=<folder with a few photos of the subject>, or for several subjects {example}"
+        )
+    found: list[Subject] = []
+    for given in subjects or [{"dir": str(folder), "prompt": prompt}]:
+        number = given.get("repeats", 1)
+        is_whole = number is None or (isinstance(number, int) and number >= 1)
+        is_twin = given.get("prompt") in {other.prompt for other in found if other.prompt}
+        if not {"dir"} <= given.keys() <= _SUBJECT or not is_whole or is_twin:
+            raise UsageError(
+                f"dreambooth got the subject {dict(given)}; expected {', '.join(sorted(_SUBJECT))}, of which dir has "
+                f"to be there, repeats of at least 1, and a prompt of its own with another rare word; write {example}"
+            )
+        found.append(Subject(**given))
+    return found
+
+
+def balanced(photos: Mapping[Subject, Sequence[Picture]]) -> list[Picture]:
+    """Return the photos of all subjects, each as often as its subject's ``repeats`` say.
+
+    Without ``repeats``, a subject's photos are repeated until there are about as many as those of the largest one.
+    """
+    most = max(map(len, photos.values()))
+    return [each for subject, own in photos.items() for each in [*own] * (subject.repeats or round(most / len(own)))]
+
+
+def photos_of(
+    subjects: Sequence[Subject], *, caption_extension: str = ".txt", masked_loss: MaskedLoss = "none"
+) -> dict[Subject, list[Picture]]:
+    """Return the photos of each subject, with their masks; see :func:`find_photos` and :func:`find_masks`.
+
+    Raises:
+        UsageError: Photos of a subject cannot be used, or none of any subject has a mask.
+    """
+    found = {each: find_photos(each.dir, each.prompt, caption_extension=caption_extension) for each in subjects}
+    paths = (photo.path for photos in found.values() for photo in photos)
+    masks = find_masks(paths, masked_loss, f"instance_data_dir={subjects[0].dir}")
+    return {each: [replace(photo, mask=masks.get(photo.path)) for photo in own] for each, own in found.items()}
+
+
+def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: str = ".txt") -> list[Picture]:
+    """Return the photos of a subject; those in ``10_sks dog/`` are listed ten times.
 
     Args:
         folder: Folder of photos, or of kohya folders with photos.
-        prompt: Caption of all photos. Without it, a photo's caption is the first line of the ``.txt`` file beside it,
-            or the text in the name of its kohya folder.
+        prompt: Caption of all photos. Without it, a photo's caption is the first line of the caption file beside it, or
+            the text in the name of its kohya folder.
+        caption_extension: Ending of the caption files.
 
     Raises:
         UsageError: There are no photos, only one, or one without a caption that can be read.
     """
-    root = Path(folder)
+    root, extension = Path(folder), f".{caption_extension.removeprefix('.')}"
     who = f"dreambooth got instance_data_dir={folder}"
     if not root.is_dir():
         raise UsageError(
             f"{who}, which is not a folder; expected a folder with a few photos of the subject; write "
             "instance_data_dir=<folder>"
         )
-    photos = [Picture(str(path), _caption(path, prompt, None)) for path in images_in(root)]
+    photos = [Picture(str(path), _caption(path, prompt, None, extension)) for path in photos_in(root)]
     for part in sorted(path for path in root.iterdir() if path.is_dir()):
         kohya = KOHYA_FOLDER.fullmatch(part.name)
         if kohya and int(kohya[1]) > 0:
-            pictures = [Picture(str(path), _caption(path, prompt, kohya[2].strip())) for path in images_in(part)]
+            of_folder = kohya[2].strip()
+            pictures = [Picture(str(path), _caption(path, prompt, of_folder, extension)) for path in photos_in(part)]
             photos += pictures * int(kohya[1])
     if len(set(photos)) < _LEAST_PHOTOS:
         found = f"one photo ({photos[0].path})" if photos else "no photos"
@@ -173,7 +256,13 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
     return photos
 
 
-def ignored_photos(folder: str | Path) -> str | None:
+def photos_in(folder: Path) -> list[Path]:
+    """Return the image files of a folder that are no masks of others."""
+    names = [path.name for path in images_in(folder)]
+    return [folder / name for name in without_masks(str(folder), names)]
+
+
+def ignored_photos(folder: str | Path, *, masked_loss: MaskedLoss = "none") -> str | None:
     """Return which files look like photos that :func:`find_photos` ignores, and the remedy; None if there are none.
 
     Photos in a folder with zero repeats (``0_left out``) are left out on purpose, and not named.
@@ -183,9 +272,12 @@ def ignored_photos(folder: str | Path) -> str | None:
     numbers = {part: KOHYA_FOLDER.fullmatch(part.name) for part in parts}
     used = [root, *(part for part, kohya in numbers.items() if kohya and int(kohya[1]))]
     unknown = [path for part in used for path in _files(part, OTHER_SUFFIXES)]
-    unnumbered = [part for part, kohya in numbers.items() if not kohya]
+    unnumbered = [part for part, kohya in numbers.items() if not kohya and part.name != FOLDER]
     misplaced = [path for part in unnumbered for path in [*images_in(part), *_files(part, OTHER_SUFFIXES)]]
     reasons = []
+    masks = [path for part in used for path in set(images_in(part)) - set(photos_in(part))]
+    if masks and masked_loss != "files":
+        reasons.append(f"{_named(sorted(masks))} with names of masks: write data.masked_loss=files")
     if unknown:
         reasons.append(f"{_named(unknown)} of a kind that cannot be read: convert to JPEG")
     if misplaced:
@@ -276,12 +368,18 @@ def _named(files: Sequence[Path]) -> str:
     return f"{len(files)} file(s) ({', '.join(map(str, files[:3]))}{more})"
 
 
-def _caption(path: Path, prompt: str | None, of_folder: str | None) -> str:
+def _caption(path: Path, prompt: str | None, of_folder: str | None, extension: str) -> str:
     """Return the caption of a photo, "" if it has none."""
     if prompt:
         return prompt
-    beside = path.with_suffix(".txt")
+    beside = path.with_suffix(extension)
     captions: list[str] = []
+    other = next((each for each in (".txt", ".caption") if path.with_suffix(each).is_file()), None)
+    if other and not beside.is_file():
+        raise UsageError(
+            f"dreambooth expected captions in {extension} files, and {path} has {path.with_suffix(other).name}; write "
+            f"data.caption_extension={other}, or instance_prompt=<caption of all>"
+        )
     if beside.is_file():
         try:
             captions = read_captions(beside)

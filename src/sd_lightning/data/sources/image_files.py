@@ -56,7 +56,7 @@ def decode(file: str | BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image
     Raises:
         BadSample: It is too large, or cannot be decoded.
     """
-    with _opened(file, max_pixels) as image:
+    with opened(file, max_pixels) as image:
         image.load()
         return to_rgb(image)
 
@@ -71,7 +71,7 @@ def read_size(file: BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[in
     Raises:
         BadSample: It is too large, or has no header that can be read.
     """
-    with _opened(file, max_pixels) as image:
+    with opened(file, max_pixels) as image:
         if isinstance(image, PngImageFile) and _has_late_metadata(file):
             image.load()
         # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels.
@@ -83,7 +83,7 @@ def read_size(file: BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[in
 
 
 @contextmanager
-def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
+def opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     """Open an image and check its size; raise ``BadSample`` if that, or what is done with it, fails.
 
     PIL's format plug-ins raise many types (OSError, SyntaxError, ValueError, struct.error, ...), so every exception but
@@ -126,6 +126,11 @@ def _has_late_metadata(file: BinaryIO) -> bool:
 def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
     file.seek(position)
     return file.read(count)
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file is an image, by its ending."""
+    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:

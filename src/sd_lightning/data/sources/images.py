@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from PIL import Image
+
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources import masks
 from sd_lightning.data.sources.image_files import (
     KOHYA_FOLDER,
     MAX_CAPTION_BYTES,
@@ -27,6 +30,7 @@ from sd_lightning.data.sources.image_files import (
     caption_problem,
     clean_captions,
     file_problem,
+    is_image,
     is_outside,
     nothing_usable,
     open_file,
@@ -35,7 +39,8 @@ from sd_lightning.data.sources.image_files import (
     utf8,
     walk,
 )
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+from sd_lightning.data.sources.masks import find_masks, image_evidence, read_mask
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, MaskedLoss
 from sd_lightning.storage.runs import is_run
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class ImageFolder(EncodedImages):
         allow_outside: bool = False,
         caption_extension: str = ".txt",
         folder_repeats: bool = False,
+        masked_loss: MaskedLoss = "none",
     ) -> None:
         """Find the images and check that files and captions exist.
 
@@ -76,6 +82,7 @@ class ImageFolder(EncodedImages):
             caption_extension: Ending of the caption files beside the images.
             folder_repeats: Whether the images of a subfolder ``10_sks dog`` count ten times and have the caption "sks
                 dog" unless a caption file is beside them, as for kohya's scripts.
+            masked_loss: Where masks of the loss are; masks in files are no images then.
 
         Raises:
             UsageError: There is no such folder or column, no usable image, or ``metadata.jsonl`` is not UTF-8 or names
@@ -87,6 +94,7 @@ class ImageFolder(EncodedImages):
         self.allow_outside = allow_outside
         self._extension = f".{caption_extension.removeprefix('.')}"
         self._folder_repeats = folder_repeats
+        self._masks_are_files = masked_loss == "files"
         self._of_folder: dict[str, str] = {}
         """Path -> caption of the images whose folder gives it."""
         self.dropped: dict[str, str] = {}
@@ -107,6 +115,8 @@ class ImageFolder(EncodedImages):
             kinds = ", ".join(sorted(SUFFIXES))
             remedy = f"a folder of images ({kinds}) with {METADATA[0]} or a {self._extension} caption beside each"
             raise nothing_usable("ImageFolder", root, self.dropped, remedy)
+        self._masks = find_masks(self._paths, masked_loss, f"data.train_data_dir={root}")
+        self.num_masks = len(self._masks)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -125,6 +135,10 @@ class ImageFolder(EncodedImages):
             raise BadSample(f"the caption file {path} is empty")
         return captions
 
+    def mask(self, index: int) -> Image.Image | None:
+        path = self._paths[index]
+        return read_mask(path, self._masks.get(path), max_pixels=self.max_image_pixels)
+
     def name(self, index: int) -> str:
         return self._paths[index]
 
@@ -138,7 +152,7 @@ class ImageFolder(EncodedImages):
             captions = file_evidence(self._sidecar(path), thorough=False)
         else:
             captions = self.caption_evidence(index)
-        return self._relative(index), file_evidence(path, thorough=thorough), captions
+        return self._relative(index), image_evidence(path, self._masks.get(path), thorough=thorough), captions
 
     def _relative(self, index: int) -> str:
         return self._paths[index].removeprefix(f"{self.root}{os.sep}").replace(os.sep, "/")
@@ -175,7 +189,7 @@ class ImageFolder(EncodedImages):
         named = {os.path.normpath(path) for path in (*self._paths, *self.dropped)}
         unnamed = []
         for folder, names in self._folders():
-            paths = (os.path.join(folder, name) for name in names if _is_image(name))
+            paths = (os.path.join(folder, name) for name in names if is_image(name))
             unnamed += [path for path in paths if os.path.normpath(path) not in named]
         if unnamed:
             log.warning(
@@ -189,6 +203,9 @@ class ImageFolder(EncodedImages):
             if Path(folder) != self.root and is_run(Path(folder)):
                 log.info("data: %s is the folder of a run, and left out", folder)
                 subfolders.clear()
+            elif self._masks_are_files:
+                subfolders[:] = [name for name in subfolders if name != masks.FOLDER]
+                yield folder, masks.without_masks(folder, names)
             else:
                 yield folder, names
 
@@ -246,12 +263,12 @@ class ImageFolder(EncodedImages):
                 path, caption = os.path.join(folder, name), self._sidecar(name)
                 if os.path.splitext(name)[1].lower() in OTHER_SUFFIXES and caption in present:
                     self.dropped[path] = "it is of a kind that cannot be read; convert it to JPEG"
-                if not _is_image(name):
+                if not is_image(name):
                     continue
                 problem = file_problem(path)
                 if caption in present:
                     problem = problem or file_problem(self._sidecar(path), max_bytes=MAX_CAPTION_BYTES)
-                elif kohya is not None:
+                elif kohya is not None and not self._other_captions(name, present):
                     self._of_folder[path] = kohya[2].strip()
                 else:
                     problem = self._without_caption(folder, name, present)
@@ -262,13 +279,19 @@ class ImageFolder(EncodedImages):
 
     def _without_caption(self, folder: str, name: str, present: set[str]) -> str:
         """Return what is wrong with an image without a caption file, and the setting that finds another one."""
-        problem, stem = f"it has no caption file {self._sidecar(name)}", os.path.splitext(name)[0]
-        for other in (".txt", ".caption"):
-            if stem + other in present:
-                return f"{problem}; for {stem}{other} write data.caption_extension={other}"
+        problem, others = f"it has no caption file {self._sidecar(name)}", self._other_captions(name, present)
+        if others:
+            return f"{problem}; for {others[0]} write data.caption_extension={os.path.splitext(others[0])[1]}"
+        if os.path.splitext(name)[0].endswith(masks.ENDINGS) or os.path.basename(folder) == masks.FOLDER:
+            return f"{problem}; if it is a mask, write data.masked_loss=files"
         if KOHYA_FOLDER.fullmatch(os.path.basename(folder)):
             return f"{problem}; if its folder names repeats and caption, write data.folder_repeats=true"
         return problem
+
+    @staticmethod
+    def _other_captions(name: str, present: set[str]) -> list[str]:
+        """Return the files beside an image that have captions for other settings."""
+        return [other for ending in (".txt", ".caption") if (other := os.path.splitext(name)[0] + ending) in present]
 
     def _sidecar(self, path: str) -> str:
         """Return the caption file of an image."""
@@ -284,10 +307,6 @@ def _names_images(path: Path) -> bool:
             return "file_name" in next(csv.reader([table.readline(MAX_CAPTION_BYTES)]), [])
     except (OSError, csv.Error):
         return True  # who reads it tells what is wrong
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def _parsed(text: str) -> object:

@@ -41,6 +41,8 @@ class Batch(TypedDict, total=False):
     wrong_conditioning: Conditioning
     loss_weight: Tensor
     """(B,), in training."""
+    loss_mask: Tensor
+    """(B, 1, h, w), in training with masks: the weights of the latents in a sample's loss."""
     sample_weight: Tensor
     """(B,), in validation: 0 for samples that fill up a batch."""
 

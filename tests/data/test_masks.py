@@ -1,0 +1,211 @@
+"""Masks of the loss: found beside images or in their transparency, and cut as the images are."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from glyph import write_photos
+from sd_lightning._errors import UsageError
+from sd_lightning.data.batch import CaptionedImages
+from sd_lightning.data.builders import dreambooth_data, image_folder_data
+from sd_lightning.data.datamodule import SDDataModule
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.sources.dreambooth import Subject, find_photos, ignored_photos, photos_of
+from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.masks import masks_in
+from sd_lightning.data.transform import ImageOptions
+from square_data import Recorder, tokenize, trainer
+
+
+def blocks(width: int, height: int, seed: int) -> Image.Image:
+    """Draw white and black blocks of four pixels."""
+    drawn = np.random.default_rng(seed).integers(0, 2, (height // 4, width // 4), dtype=np.uint8) * 255
+    return Image.fromarray(drawn.repeat(4, 0).repeat(4, 1))
+
+
+def paint(folder: Path, *, mask: str = "-mask", sizes: tuple[tuple[int, int], ...] = ((16, 16),) * 6) -> Path:
+    """Write images that are equal to their masks, with captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, size in enumerate(sizes):
+        drawn = blocks(*size, seed=i)
+        drawn.convert("RGB").save(folder / f"{i}.png")
+        if mask:
+            drawn.save(folder / f"{i}{mask}.png")
+        (folder / f"{i}.txt").write_text(f"block {i}")
+    return folder
+
+
+def batch_of(data: SDDataModule) -> dict[str, Tensor]:
+    module = Recorder()
+    trainer(1).fit(module, data)
+    return module.last
+
+
+def folder_data(folder: Path, **options: Any) -> SDDataModule:
+    defaults: dict[str, Any] = {"num_val_samples": 0, "batch_size": 4, "resolution": 16, "num_workers": 0}
+    defaults |= {"masked_loss": "files", "proportion_empty_prompts": 0.0}
+    return image_folder_data(str(folder), **defaults | options)
+
+
+def test_masks_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    for name in ("a.jpg", "b.png", "c.webp", "d.png", "e.png", "f.png", "sks-mask.png"):
+        (tmp_path / name).touch()
+    for name in ("a-mask.png", "b.mask.png", "c_mask.jpg", "d-masklabel.png", "masks/e.jpg", "masks/none.png"):
+        (tmp_path / name).touch()
+    found = {
+        Path(image).name: str(Path(mask).relative_to(tmp_path))
+        for image, mask in masks_in(str(tmp_path), [path.name for path in tmp_path.iterdir()]).items()
+    }
+    expected = {"a.jpg": "a-mask.png", "b.png": "b.mask.png", "c.webp": "c_mask.jpg", "d.png": "d-masklabel.png"}
+    assert found == expected | {"e.png": "masks/e.jpg"}
+
+
+@pytest.mark.parametrize("cropped", [False, True])
+def test_a_mask_is_cropped_flipped_and_bucketed_as_its_image(tmp_path: Path, cropped: bool) -> None:
+    buckets = {"enable_bucket": True, "min_bucket_reso": 8, "max_bucket_reso": 32, "bucket_reso_steps": 8}
+    sizes = ((16, 16), (48, 16), (16, 40), (32, 16)) if cropped else ((32, 8), (8, 32), (16, 16), (32, 8))
+    folder = paint(tmp_path / "blocks", sizes=sizes * 2)
+    data = folder_data(folder, batch_size=8 if cropped else 2, random_flip=True, **({} if cropped else buckets))
+    batch = batch_of(data)
+    expected = avg_pool2d((batch["pixel_values"][:, :1] + 1) / 2, 8)
+    torch.testing.assert_close(batch["loss_mask"], expected, atol=1e-6, rtol=0)
+    assert batch["loss_mask"].dtype == torch.float32 and 0.2 < batch["loss_mask"].mean() < 0.8
+    height, width = batch["target_size"][0].tolist()
+    assert batch["loss_mask"].shape[1:] == (1, height // 8, width // 8)
+
+
+def test_resizing_takes_the_mean_and_a_mask_may_be_smaller_than_its_image(tmp_path: Path) -> None:
+    drawn = blocks(64, 32, seed=1)
+    drawn.convert("RGB").resize((128, 64), Image.Resampling.NEAREST).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "masks").mkdir()
+    drawn.save(tmp_path / "masks" / "a.png")
+    source = ImageFolder(tmp_path, masked_loss="files")
+    assert len(source) == 1 and source.num_masks == 1
+    options = ImageOptions(16, center_crop=True, masked_loss="files")
+    made = CaptionedImages(source, tokenize, options=options, seed=0, latent_stride=8)[(0, 0)]["loss_mask"]
+    whole = torch.from_numpy(np.asarray(drawn, np.float32) / 255)[None, None]
+    assert torch.allclose(made[0], avg_pool2d(whole[..., 16:48], 16)[0], atol=0.5 / 255)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_what_is_outside_has_the_weight_that_is_asked_for(tmp_path: Path, weight: float) -> None:
+    batch = batch_of(folder_data(paint(tmp_path / "p"), center_crop=True, unmasked_weight=weight))
+    share = avg_pool2d((batch["pixel_values"][:, :1] + 1) / 2, 8)
+    torch.testing.assert_close(batch["loss_mask"], weight + (1 - weight) * share, atol=1e-6, rtol=0)
+
+
+def test_cached_latents_have_the_masks_of_their_images_and_read_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = paint(tmp_path / "p", sizes=((24, 16),) * 6)
+    images = batch_of(folder_data(folder, center_crop=True))
+    data = folder_data(folder, center_crop=True, cache_latents=True)
+    reads: list[int] = []
+    mask = ImageFolder.mask
+    monkeypatch.setattr(ImageFolder, "mask", lambda self, index: reads.append(index) or mask(self, index))
+    module = Recorder()
+    trainer(6).fit(module, data)
+    assert len(reads) == 12, "once when the images are encoded, once when they are first seen"
+    latents = batch_of(data)
+    assert images["index"].tolist() == latents["index"].tolist()
+    assert torch.equal(images["loss_mask"], latents["loss_mask"])
+
+
+def test_images_without_a_mask_count_as_a_whole_and_their_number_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = paint(tmp_path / "p")
+    (folder / "2-mask.png").unlink()
+    with caplog.at_level(logging.INFO, "sd_lightning"):
+        batch = batch_of(folder_data(folder, batch_size=6, center_crop=True))
+    assert "data: 5 of 6 images have a mask; of the others everything counts" in caplog.messages
+    whole = batch["loss_mask"].flatten(1).min(1).values == 1
+    assert batch["index"][whole].tolist() == [2]
+
+
+@pytest.mark.parametrize("cache_latents", [False, True])
+def test_masks_that_cannot_be_used_make_bad_samples(tmp_path: Path, cache_latents: bool) -> None:
+    folder = paint(tmp_path / "p")
+    (folder / "0-mask.png").write_bytes(b"torn")
+    Image.new("L", (16, 16)).save(folder / "1-mask.png")
+    Image.new("L", (32, 16), 255).save(folder / "2-mask.png")
+    options: dict[str, Any] = {"center_crop": True, "cache_latents": cache_latents, "max_bad_fraction": 1.0}
+    data = folder_data(folder, batch_size=6, **options)
+    batch = batch_of(data)
+    found = {Path(name).name: reason for name, reason in data.bad.found.items()}
+    assert found.keys() == {"0.png", "1.png", "2.png"}
+    assert "cannot decode" in found["0.png"] and "nothing counts" in found["1.png"]
+    assert "32 x 16, has another shape than 16 x 16" in found["2.png"]
+    assert torch.isfinite(batch["loss_mask"]).all()
+
+
+def test_validation_has_no_masks_so_that_runs_are_comparable(tmp_path: Path) -> None:
+    data = folder_data(paint(tmp_path / "p"), num_val_samples=2)
+    module = Recorder()
+    trainer(1, limit_val_batches=1).fit(module, data)
+    assert "loss_mask" in module.last
+    assert module.val_batches and all("loss_mask" not in batch for batch in module.val_batches)
+
+
+def test_transparency_is_a_mask_and_a_class_has_none(tmp_path: Path) -> None:
+    for part in ("photos", "dogs"):
+        (tmp_path / part).mkdir()
+        for i in range(2):
+            image = Image.new("RGBA", (16, 16), (9, 9, 9, 255))
+            image.putalpha(blocks(16, 16, seed=i))
+            image.save(tmp_path / part / f"{i}.png")
+    prior = {"class_data_dir": str(tmp_path / "dogs"), "class_prompts": ["a dog"], "num_class_images": 2}
+    options: dict[str, Any] = {"resolution": 16, "num_workers": 0, "cache_latents": False, "masked_loss": "alpha"}
+    data = dreambooth_data(str(tmp_path / "photos"), "sks", batch_size=4, **options, **prior)
+    samples = CaptionedImages(data.source_train, tokenize, options=data.images, seed=0, latent_stride=8)
+    batch = samples.__getitems__([(0, i) for i in range(4)])
+    for i in range(4):
+        alpha = torch.from_numpy(np.asarray(blocks(16, 16, seed=i // 2), np.float32))[None] / 255
+        expected = torch.ones(1, 2, 2) if i % 2 else avg_pool2d(alpha, 8)
+        torch.testing.assert_close(batch["loss_mask"][i], expected, atol=1e-6, rtol=0)
+
+
+def test_masks_are_no_photos_and_are_named_where_they_are_not_asked_for(tmp_path: Path) -> None:
+    paint(tmp_path / "photos", sizes=((16, 16),) * 2)
+    photos = find_photos(tmp_path / "photos", "sks dog")
+    assert [Path(photo.path).name for photo in photos] == ["0.png", "1.png"] and photos[0].mask is None
+    assert "2 file(s)" in str(ignored := ignored_photos(tmp_path / "photos"))
+    assert str(ignored).endswith("with names of masks: write data.masked_loss=files")
+    assert ignored_photos(tmp_path / "photos", masked_loss="files") is None
+    write_photos(tmp_path / "others", 2)
+    subjects = [Subject(str(tmp_path / name), "sks dog") for name in ("photos", "others")]
+    masked, others = photos_of(subjects, masked_loss="files").values()
+    assert all(photo.mask is None for photo in others)
+    assert [Path(str(photo.mask)).name for photo in masked] == ["0-mask.png", "1-mask.png"]
+
+
+def test_another_mask_changes_the_fingerprint(tmp_path: Path) -> None:
+    folder = paint(tmp_path / "p")
+    before = folder_data(folder).fingerprint()
+    assert folder_data(folder).change_since(before) is None
+    shutil.copy(folder / "1-mask.png", folder / "2-mask.png")
+    change = folder_data(folder).change_since(before)
+    assert change is not None and "1 replaced" in change.description and "2.png" in change.description
+
+
+def test_no_masks_and_settings_without_effect_are_refused(tmp_path: Path) -> None:
+    folder = paint(tmp_path / "p", mask="")
+    with pytest.raises(UsageError, match="none of the 6 images of data.train_data_dir=.*photo-mask.png beside"):
+        folder_data(folder)
+    with pytest.raises(UsageError, match="none of the 6 images of .* is transparent anywhere; save them as PNG"):
+        folder_data(folder, masked_loss="alpha")
+    with pytest.raises(UsageError, match="data.unmasked_weight=0.1 with data.masked_loss=none: expected"):
+        ImageOptions(16, unmasked_weight=0.1)
+    with pytest.raises(UsageError, match="data.masked_loss=files: ImageFolder has no masks; write data=images"):
+        options = ImageOptions(16, masked_loss="files")
+        SDDataModule(ImageFolder(folder), batch_size=2, images=options, loader=LoaderOptions(0))

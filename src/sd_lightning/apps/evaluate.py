@@ -94,7 +94,7 @@ def evaluate(request: EvaluationRequest) -> int:
         estimates = {} if int8 else _caption_gap(model, data, spec, device)
         wanted: list[MissingPicture] = []
         if features is not None or classifier is not None:
-            captions = list(first_captions(source))
+            captions = list(first_captions(source, data.images.written))
             count = request.num_samples or len(source)
             wanted = [
                 MissingPicture(captions[i % len(captions)], output_dir / f"{i:06d}.png", request.seed + i)

@@ -161,11 +161,11 @@ def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
         return classifier.prompts(count)[0]
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
     sources = (data.source_val, data.source_train)
-    found = (list(islice(_captions(each, data.images.written), count)) for each in sources if each is not None)
+    found = (list(islice(first_captions(each, data.images.written), count)) for each in sources if each is not None)
     return next(filter(None, found), [])
 
 
-def _captions(source: Source, written: Callable[[str], str]) -> Iterator[str]:
+def first_captions(source: Source, written: Callable[[str], str]) -> Iterator[str]:
     """Yield the caption of each sample that has one, as the model reads it."""
     for i in range(len(source)):
         with suppress(BadSample):

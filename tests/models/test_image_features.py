@@ -122,7 +122,7 @@ def test_siglip_gives_scores_of_its_own(tmp_path: Path) -> None:
     found = features.images(pictures()[:1])
     scores = features.caption_scores(found, ["the digit seven"])
     torch.testing.assert_close(scores[0], 100 * torch.cosine_similarity(found[0], expected.double(), 0))
-    assert (ids.shape, features.name) == ((1, 16), "SigLIP")
+    assert (ids.shape, features.name) == ((1, 8), "SigLIP")
 
 
 def test_what_is_no_feature_network_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -61,9 +61,8 @@ class EvaluationRequest(EvaluationOptions):
     def generation(self, pipeline: Path, spec: RunSpec, data: SDDataModule) -> GenerationRequest:
         """Return how to draw: as the run does where nothing is given, squares as large as its images."""
         names = ("num_inference_steps", "guidance_scale", "scheduler")
-        given = {
-            name: spec.get(f"sampling.{name}") if (each := getattr(self, name)) is None else each for name in names
-        }
+        given = {name: spec.get(f"sampling.{name}") for name in names}
+        given |= {name: each for name in names if (each := getattr(self, name)) is not None}
         given |= dict.fromkeys(("height", "width"), data.images.resolution)
         given |= {name: getattr(self, name) for name in ("seed", "device", "batch_size")}
         return GenerationRequest(run=str(pipeline), vae_tiling=spec.get("sampling.vae_tiling", False), **given)
@@ -190,9 +189,8 @@ def _of_pictures(
     if "kid" in request.metrics:
         out[features.metric("K")] = kernel_estimate(drawn, real)
     if "clip_score" in request.metrics:
-        out[f"{features.name} score"] = mean_estimate(
-            features.caption_scores(drawn, [each.prompt for each in pictures])
-        )
+        scores = features.caption_scores(drawn, [each.prompt for each in pictures])
+        out[f"{features.name} score"] = mean_estimate(scores)
     return {name: replace(each, features=request.features) for name, each in out.items()}
 
 

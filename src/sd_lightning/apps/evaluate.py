@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,8 @@ def run(cfg: DictConfig) -> int:
 def evaluate(request: EvaluationRequest) -> int:
     """Draw the pictures that are missing, measure, print a table and write ``evaluation.json``; return 0."""
     run_dir, device = Path(request.run), find_device(request.device, who="evaluate")
-    pipeline, spec = runs.find_pipeline(request.run, who="run"), _spec_of(run_dir)
+    pipeline, config = runs.find_pipeline(request.run, who="run"), run_dir / "config.yaml"
+    spec = RunSpec(read_yaml(config) if config.is_file() else {})
     data = request.data or _data_of(spec, request.run)
     source, features = held_out(data), request.read_features(data, device)
     classifier = data.source_train.classifier
@@ -94,11 +95,10 @@ def evaluate(request: EvaluationRequest) -> int:
         estimates = {} if int8 else _caption_gap(model, data, spec, device)
         wanted: list[MissingPicture] = []
         if features is not None or classifier is not None:
-            captions = list(first_captions(source, data.images.written))
-            count = request.num_samples or len(source)
+            captions = islice(cycle(first_captions(source, data.images.written)), request.num_samples or len(source))
             wanted = [
-                MissingPicture(captions[i % len(captions)], output_dir / f"{i:06d}.png", request.seed + i)
-                for i in range(count)
+                MissingPicture(caption, output_dir / f"{i:06d}.png", request.seed + i)
+                for i, caption in enumerate(captions)
             ]
         settings = picture_settings(generation, options, model.sampling_scheduler(options.scheduler))
         settings |= {"model": request.run, "weights": weights}
@@ -127,12 +127,6 @@ def evaluate(request: EvaluationRequest) -> int:
     }
     _write(place_of_run or output_dir, record)
     return 0
-
-
-def _spec_of(run_dir: Path) -> RunSpec:
-    """Return the run as its folder has it; without settings if it has none."""
-    file = run_dir / "config.yaml"
-    return RunSpec(read_yaml(file) if file.is_file() else {})
 
 
 def _data_of(spec: RunSpec, run: str) -> SDDataModule:

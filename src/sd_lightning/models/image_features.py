@@ -79,7 +79,7 @@ def read_image_features(source: str, *, device: torch.device) -> ImageFeatures:
             features.caption_scores(tried, ["a caption that is cut " * 100])
     except Exception as error:  # a damaged file raises one of many
         raise UsageError(
-            f"features={source} gives no features of pictures: {shorten(str(error), 200)}; expected a "
+            f"features={source} gives no features of pictures: {shorten(str(error), 120)}; expected a "
             "vision model that transformers reads, or a file of FID's Inception weights; write features="
             f"openai/clip-vit-base-patch32, the folder of one, or features={INCEPTION}"
         ) from error

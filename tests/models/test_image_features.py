@@ -105,7 +105,7 @@ def test_dinov2_gives_its_class_token(folder: Path) -> None:
     features = read(folder / "dinov2")
     model, processor = Dinov2Model.from_pretrained(folder / "dinov2"), AutoImageProcessor.from_pretrained
     with torch.no_grad():
-        out = model(**processor(folder / "dinov2")(pictures(), return_tensors="pt"))
+        out = model(**processor(folder / "dinov2", backend="pil")(pictures(), return_tensors="pt"))
     torch.testing.assert_close(features.images(pictures()), out.last_hidden_state[:, 0].double())
     assert (features.metric("F"), features.tokenizer) == ("FD-DINOv2", None)
 

@@ -278,7 +278,7 @@ def test_metrics_of_other_held_out_images_are_not_mixed(cli: Any, run_dir: Path,
 
 def test_pictures_are_those_of_the_data_and_not_of_the_samples(cli: Any, call_main: Any) -> None:
     """In size; and captions with a text before them are told apart on digits, too."""
-    code, out = call_main(train, *TRAIN, "sampling.height=64", "data.caption_prefix='see, '", "output_dir=runs/e")
+    code, out = call_main(train, *TRAIN, "+sampling.height=64", "data.caption_prefix='see, '", "output_dir=runs/e")
     assert code == 0, out
     code, out = cli("run=runs/e", *QUICK)
     assert code == 0 and "prompted accuracy" in out

@@ -286,6 +286,7 @@ def _denoiser(model: Any, setting: Setting, device: str) -> nn.Module:
 
 def _batch(model: Any, setting: Setting) -> dict[str, Any]:
     """Return a batch of random latents and text embeddings."""
+    from sd_lightning.models.families.base import SIZES
     from sd_lightning.models.families.conditioning import map_conditioning
     from sd_lightning.models.meta import meta_networks
 
@@ -301,6 +302,7 @@ def _batch(model: Any, setting: Setting) -> dict[str, Any]:
     return {
         "latents": torch.randn(count, *model.latent_space.shape(setting.resolution, setting.resolution)),
         "text_embeddings": filled,
+        **{name: torch.full((count, 2), setting.resolution) for name in SIZES},
         "epoch": torch.zeros(count, dtype=torch.int64),
         "index": torch.arange(count),
     }

@@ -240,7 +240,7 @@ def trained(setting: Setting, chosen: dict[str, Any], steps: int) -> tuple[float
         del model.networks[encoder]
     model.networks["vae"] = model.components["vae"].instantiate()
     lora = Lora(rank=setting.rank, base=setting.base) if setting.rank else None
-    module = SDLightningModule(model, optimizer=_optimizer(), lora=lora)
+    module = SDLightningModule(model, optimizer=_optimizer(), lora=lora, offload_encoders=True)
     if setting.strategy != "single":  # it finds weights in host memory
         module.cpu()
     Speed(gradient_checkpointing=setting.checkpointing, allow_tf32=True).apply_(module.trained_networks())

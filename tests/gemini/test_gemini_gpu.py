@@ -124,6 +124,7 @@ def test_the_users_own_class_steps_chunks_on_both_tiers(
 def test_offloaded_memory_is_page_locked_until_the_engine_closes() -> None:
     of_allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")  # torch 2.11 has none
     settings = of_allocator()
+    torch.cuda.init()  # there are no statistics before
     torch.empty(9 * MIB, dtype=torch.uint8, pin_memory=True)  # torch keeps it, with room for 16 MiB
     taken = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
     _, engine, _ = train(OFFLOADED)

@@ -223,10 +223,15 @@ def test_generate_draws_with_kohyas_dora_and_with_names_that_diffusers_does_not_
         export(tmp_path / WEIGHTS_NAME, tmp_path / f"{name}.safetensors", model, "kohya")
         theirs = LatentDiffusion.from_pretrained(folder, lora=tmp_path / f"{name}.safetensors").denoiser.state_dict()
         ours = LatentDiffusion.from_pretrained(folder, lora=tmp_path / WEIGHTS_NAME).denoiser.state_dict()
-        before = model.denoiser.state_dict()
+        before = {key: value.clone() for key, value in model.denoiser.state_dict().items()}
         assert any(not torch.equal(before[key], ours[key]) for key in ours)
+        pipeline: Any = model.pipeline()
+        pipeline.load_lora_weights(tmp_path / WEIGHTS_NAME)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
         for key, value in ours.items():
             torch.testing.assert_close(value, theirs[key], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(value, model.denoiser.state_dict()[key], atol=1e-6, rtol=1e-5)
 
 
 def kohya_of_sdxl(model: LatentDiffusion) -> dict[str, Tensor]:

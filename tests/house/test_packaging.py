@@ -31,6 +31,7 @@ EXTRAS = (
     "ipykernel",
     "nbclient",
     "nbformat",
+    "torch_fidelity",
 )
 
 

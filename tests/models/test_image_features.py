@@ -1,5 +1,7 @@
 """Networks that read pictures: against transformers, torchmetrics and torch-fidelity, and what is refused."""
 
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +10,9 @@ import torch
 from PIL import Image
 from torchmetrics.functional.multimodal import clip_score
 
-from feature_networks import inception_shapes, save_clip, save_dinov2, save_inception
+from feature_networks import save_clip, save_dinov2, save_inception, save_siglip
 from sd_lightning import UsageError
 from sd_lightning.models.image_features import ImageFeatures, read_image_features
-from sd_lightning.models.inception import NUM_WEIGHTS, read_inception
 
 CPU = torch.device("cpu")
 Y, X = np.mgrid[:299, :299]
@@ -28,7 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("networks")
     save_clip(path / "clip")
     save_dinov2(path / "dinov2")
-    save_inception(path / "inception.pth")
     return path
 
 
@@ -36,42 +36,41 @@ def read(path: Path) -> ImageFeatures:
     return read_image_features(str(path), device=CPU)
 
 
-def test_inception_gives_torch_fidelitys_features(folder: Path) -> None:
-    """Numbers of torch-fidelity's FeatureExtractorInceptionV3 (commit of 2025) with the same weights and pictures."""
-    features = read(folder / "inception.pth")
-    found = features.images(pictures())
-    assert found.shape == (2, features.num_features) and features.num_features == 2048
-    expected = [
-        [0.40496701, 0.0, 0.40757626, 0.053562932, 0.080050193],
-        [0.42704287, 0.0, 0.44048446, 0.055162966, 0.079061352],
-    ]
-    np.testing.assert_allclose(found[:, [0, 500, 1000, 1500, 2000]], expected, rtol=1e-4)
-    np.testing.assert_allclose(found.mean(1), [0.1124, 0.1208], atol=6e-5)
-    assert (features.metric("F"), features.metric("K")) == ("FID", "KID")
+def test_inception_gives_the_features_of_torchmetrics_fid(tmp_path: Path) -> None:
+    pytest.importorskip("torch_fidelity", reason="pip install 'sd-lightning[fid]'")
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    features = read(file := save_inception(tmp_path / "inception.pth"))
+    metric = FrechetInceptionDistance(feature_extractor_weights_path=file)
+    small = [image.resize((48, 64)) for image in pictures()]
+    found = features.images(small)
+    stacked = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in small])
+    assert found.shape == (2, features.num_features) == (2, 2048)
+    torch.testing.assert_close(found, metric.inception(stacked).double(), rtol=1e-4, atol=1e-5)
+    assert float(found.std(0).max()) > 1e-2
+    assert (features.metric("F"), features.metric("K"), features.tokenizer) == ("FID", "KID", None)
+
+    weights = torch.load(file)
+    torch.save(weights | {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)}, tmp_path / "other.pth")
+    torch.save({**weights, "code": Path("/")}, tmp_path / "code.pth")
+    (tmp_path / "text.pth").write_text("no weights")
+    for name, message in {"other": "size mismatch for fc.weight", "code": "Weights only load", "text": ""}.items():
+        with pytest.raises(UsageError, match=f"features=.*{name}.pth gives no features of pictures: .*{message}"):
+            read(tmp_path / f"{name}.pth")
 
 
-def test_inception_has_the_size_that_is_published() -> None:
-    """21 785 568 without classes: Keras counts 21 802 784, with running statistics and without scales."""
-    shapes = inception_shapes().values()
-    convolutions, channels = sum(int(np.prod(shape)) for shape in shapes), sum(shape[0] for shape in shapes)
-    assert convolutions + 2 * channels == NUM_WEIGHTS and convolutions + 3 * channels == 21_802_784
-
-
-def test_pictures_are_resized_as_clean_fid_does(folder: Path) -> None:
-    """Bicubic with antialiasing on floats: each channel by PIL's mode F, clipped to 0 to 255."""
-    network = read(folder / "inception.pth")
-    small = pictures()[0].resize((70, 50))
-    channels = [Image.fromarray(np.asarray(small)[..., i].astype(np.float32)) for i in range(3)]
-    planes = [np.asarray(each.resize((299, 299), Image.Resampling.BICUBIC)).clip(0, 255) for each in channels]
-    expected = (torch.from_numpy(np.stack(planes)) - 128) / 128
-    assert torch.equal(network.prepare([small])[0], expected)
+def test_inception_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_fidelity", None)
+    with pytest.raises(UsageError, match=r"features=inception: .*pip install 'sd-lightning\[fid\]'"):
+        read_image_features("inception", device=CPU)
 
 
 def test_clip_gives_its_embeddings_and_torchmetrics_score(folder: Path) -> None:
     from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
     features = read(folder / "clip")
-    model, processor = CLIPModel.from_pretrained(folder / "clip"), AutoImageProcessor.from_pretrained(folder / "clip")
+    model, processor = CLIPModel.from_pretrained(folder / "clip"), AutoImageProcessor.from_pretrained
+    processor = processor(folder / "clip", backend="pil")
     with torch.no_grad():
         expected = model.get_image_features(**processor(pictures(), return_tensors="pt")).pooler_output
     found = features.images(pictures())
@@ -111,6 +110,21 @@ def test_dinov2_gives_its_class_token(folder: Path) -> None:
     assert (features.metric("F"), features.tokenizer) == ("FD-DINOv2", None)
 
 
+def test_siglip_gives_scores_of_its_own(tmp_path: Path) -> None:
+    """Its captions are padded to the full length, without a mask, as it was trained."""
+    from transformers import AutoTokenizer, SiglipModel
+
+    features = read(save_siglip(tmp_path / "siglip"))
+    model, tokenizer = SiglipModel.from_pretrained(tmp_path / "siglip"), AutoTokenizer.from_pretrained
+    ids = tokenizer(tmp_path / "siglip")(["the digit seven"], padding="max_length", return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model.get_text_features(ids).pooler_output[0]
+    found = features.images(pictures()[:1])
+    scores = features.caption_scores(found, ["the digit seven"])
+    torch.testing.assert_close(scores[0], 100 * torch.cosine_similarity(found[0], expected.double(), 0))
+    assert (ids.shape, features.name) == ((1, 8), "SigLIP")
+
+
 def test_what_is_no_feature_network_is_refused(folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -122,16 +136,14 @@ def test_what_is_no_feature_network_is_refused(folder: Path, tmp_path: Path) -> 
         metadata={"format": "pt"},
     )
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("no weights")
-    save_inception(tmp_path / "torchvision.pth", classes=1000)
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
+    settings = json.loads((save_clip(tmp_path / "unbounded") / "tokenizer_config.json").read_text())
+    settings.pop("model_max_length")
+    (tmp_path / "unbounded/tokenizer_config.json").write_text(json.dumps(settings))
     refused = {
         "half": "its files lack weights, such as ",
+        "unbounded": "gives no features of pictures: ",
         "empty": "gives no features of pictures: ",
         "missing/clip-model": "gives no features of pictures: ",
-        "text.txt": "cannot be read as weights",
-        "torchvision.pth": "one of 1000 classes; expected FID's Inception",
-        "other.pth": "holds another network",
     }
     for name, message in refused.items():
         given = name if "/" in name else str(tmp_path / name)
@@ -140,19 +152,9 @@ def test_what_is_no_feature_network_is_refused(folder: Path, tmp_path: Path) -> 
         assert message in str(error.value), name
 
 
-def test_inception_is_read_from_safetensors_too(folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(torch.load(folder / "inception.pth", weights_only=True), tmp_path / "inception.safetensors")
-    pixels = torch.rand(1, 3, 299, 299)
-    with torch.no_grad():
-        same = read_inception(tmp_path / "inception.safetensors")(pixels)
-        assert torch.equal(same, read_inception(folder / "inception.pth")(pixels))
-
-
 @pytest.mark.gpu
 def test_features_on_a_gpu_are_those_of_the_cpu(folder: Path, gpu_accelerator: str) -> None:
-    for name in ("clip", "dinov2", "inception.pth"):
+    for name in ("clip", "dinov2"):
         there = read_image_features(str(folder / name), device=torch.device(gpu_accelerator))
         found, expected = there.images(pictures()), read(folder / name).images(pictures())
         torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-3)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from feature_networks import save_clip, save_dinov2
 from sd_lightning import LatentDiffusion, compare, evaluate, train
+from sd_lightning import generate as generate_program
 from sd_lightning.apps import class_images
 from sd_lightning.apps.pictures import settings_of
 from sd_lightning.data.sources.digits import DigitClassifier, Digits
@@ -167,11 +168,15 @@ def test_a_run_ends_with_an_evaluation_and_runs_are_compared_by_it(
     code, table = call_main(compare, "runs/b", "runs/c", "output=page.html")
     assert code == 0 and "KD-CLIP" in table and "prompted accuracy" in table and " ± " in table
     assert "evaluations differ" not in table and "KD-CLIP" in Path("page.html").read_text()
-    other = evaluation(Path("runs/c")) | {"seed": 9}
-    Path("runs/c/evaluation.json").write_text(json.dumps(other))
-    assert "evaluations differ" in call_main(compare, "runs/b", "runs/c", "output=null")[1]
-    Path("runs/c/evaluation.json").write_text("{")
-    assert call_main(compare, "runs/b", "runs/c", "output=null")[0] == 0, "a damaged one is none"
+    record = evaluation(Path("runs/c"))
+    fewer = record | {"metrics": {"caption gap": record["metrics"]["caption gap"]}}
+    for other, differs in ((fewer, False), (record | {"seed": 9}, True), (record | {"data": {}}, True)):
+        Path("runs/c/evaluation.json").write_text(json.dumps(other))
+        assert ("evaluations differ" in call_main(compare, "runs/b", "runs/c", "output=null")[1]) == differs
+    for damaged in ("{", "[]", json.dumps(record | {"metrics": []}), json.dumps(record | {"settings": [1]})):
+        Path("runs/c/evaluation.json").write_text(damaged)
+        code, table = call_main(compare, "runs/b", "runs/c", "output=null")
+        assert code == 0 and "evaluations differ" not in table, "a damaged one is none"
 
 
 @pytest.mark.slow
@@ -228,6 +233,7 @@ def test_mistakes_are_told_before_a_picture_is_drawn(
         ([RUN, "device=tpu"], "evaluate got device=tpu"),
         ([RUN, "output_dir=foreign"], "output_dir=foreign holds what no run"),
         ([RUN, "output_dir=theirs"], "holds pictures of another program"),
+        ([RUN, f"output_dir={run_dir}"], "output_dir=runs/a holds a run"),
         (["run=runs/none"], "no such folder"),
         (["run=module"], "neither a finished pipeline nor a valid checkpoint"),
         (["run=bare"], "no config.yaml that names its data"),
@@ -251,3 +257,38 @@ def test_a_pipelines_folder_is_measured_where_it_is_said(cli: Any, run_dir: Path
     assert evaluation(Path("measured"))["num_samples"] == 12
     code, err = cli("run=moved", "output_dir=measured", *QUICK)
     assert code == 2 and "holds pictures of moved/pipeline" in err
+    code, out = cli("run=moved/pipeline/", "data=digits", "data.num_val_samples=12", "output_dir=measured", *QUICK)
+    assert code == 0 and "of which 0 are drawn now" in out, "the same folder, written otherwise"
+
+
+def test_metrics_of_other_held_out_images_are_not_mixed(cli: Any, run_dir: Path, networks: Path) -> None:
+    """As many, with the same captions: the pictures are kept, the metrics are not."""
+    for name, places in (("one", range(12)), ("two", range(12, 24)), ("train", range(24, 25))):
+        Path(name).mkdir()
+        for i, place in enumerate(places):
+            Digits("val").image(place).save(f"{name}/{i}.png")
+            Path(f"{name}/{i}.txt").write_text("a digit")
+    given = ("data=images", "data.train_data_dir=train", "data.resolution=32", "data.batch_size=1", *QUICK)
+    one, two = ((*given, f"data.val_data_dir={name}") for name in ("one", "two"))
+    assert cli(f"run={run_dir}", "metrics=[kid]", f"features={networks / 'clip'}", *one)[0] == 0
+    code, out = cli(f"run={run_dir}", "metrics=[clip_score]", f"features={networks / 'clip'}", *two)
+    assert code == 0 and "of which 0 are drawn now" in out
+    assert [*evaluation(run_dir)["metrics"]] == ["CLIP score", "caption gap"]
+
+
+def test_pictures_are_those_of_the_data_and_not_of_the_samples(cli: Any, call_main: Any) -> None:
+    """In size; and captions with a text before them are told apart on digits, too."""
+    code, out = call_main(train, *TRAIN, "sampling.height=64", "data.caption_prefix='see, '", "output_dir=runs/e")
+    assert code == 0, out
+    code, out = cli("run=runs/e", *QUICK)
+    assert code == 0 and "prompted accuracy" in out
+    with Image.open("runs/e/evaluation/000000.png") as picture:
+        assert picture.size == (32, 32) and settings_of(Path("runs/e/evaluation/000000.png"))["prompt"][:5] == "see, "
+
+
+def test_int8_weights_have_no_caption_gap_and_that_is_told(cli: Any, run_dir: Path, call_main: Any) -> None:
+    code, out = call_main(generate_program, f"run={run_dir}", "quantization=int8", "save_to=int8", "device=cpu")
+    assert code == 0, out
+    code, out = cli("run=int8", "data=digits", "data.num_val_samples=12", "output_dir=measured", *QUICK)
+    assert code == 0 and "the caption gap is not measured of int8 weights" in out
+    assert [*evaluation(Path("measured"))["metrics"]] == ["prompted accuracy"]

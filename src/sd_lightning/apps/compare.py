@@ -163,7 +163,8 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     if unfinished:
         verb = "is" if len(unfinished) == 1 else "are"
         out.append(f"{', '.join(unfinished)} {verb} not finished, and compared by what was logged so far")
-    if len({circumstances(run.evaluation) for run in runs} - {""}) > 1:
+    measured = {each for run in runs for each in circumstances(run.evaluation)}
+    if len(measured) > len({name for name, _ in measured}):
         out.append("evaluations differ in pictures, settings or networks: only metrics measured alike can be compared")
     if runs[0].images_per_second is None:
         out.append(f"{runs[0].name}, the baseline, has no img/s: give another run first for speed-ups")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,9 @@ from sd_lightning.apps.pictures import settings_of
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks.samples import first_captions
 from sd_lightning.data.datamodule import SDDataModule
-from sd_lightning.data.fingerprint import file_evidence
+from sd_lightning.data.fingerprint import file_evidence, fingerprint
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import place
-from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.models.image_features import ImageFeatures
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.quantization import quantize_
@@ -60,13 +59,13 @@ class EvaluationRequest(EvaluationOptions):
     output_dir: str | None = None
 
     def generation(self, pipeline: Path, spec: RunSpec, data: SDDataModule) -> GenerationRequest:
-        """Return how to draw: as the run does where nothing is given, at the size of its images."""
-        settings = {each.name: spec.get(f"sampling.{each.name}") for each in fields(SamplingOptions)}
-        names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size")
-        settings |= {name: value for name in names if (value := getattr(self, name)) is not None}
-        side = data.images.resolution
-        settings = {"height": side, "width": side} | {name: each for name, each in settings.items() if each is not None}
-        return GenerationRequest(run=str(pipeline), seed=self.seed, device=self.device, **settings)
+        """Return how to draw: as the run does where nothing is given, squares as large as its images."""
+        names = ("num_inference_steps", "guidance_scale", "scheduler")
+        given = {name: spec.get(f"sampling.{name}") for name in names}
+        given |= {name: each for name in names if (each := getattr(self, name)) is not None}
+        given |= dict.fromkeys(("height", "width"), data.images.resolution)
+        given |= {name: getattr(self, name) for name in ("seed", "device", "batch_size")}
+        return GenerationRequest(run=str(pipeline), vae_tiling=spec.get("sampling.vae_tiling", False), **given)
 
 
 def run(cfg: DictConfig) -> int:
@@ -77,7 +76,8 @@ def run(cfg: DictConfig) -> int:
 def evaluate(request: EvaluationRequest) -> int:
     """Draw the pictures that are missing, measure, print a table and write ``evaluation.json``; return 0."""
     run_dir, device = Path(request.run), find_device(request.device, who="evaluate")
-    pipeline, spec = runs.find_pipeline(request.run, who="run"), _spec_of(run_dir)
+    pipeline, config = runs.find_pipeline(request.run, who="run"), run_dir / "config.yaml"
+    spec = RunSpec(read_yaml(config) if config.is_file() else {})
     data = request.data or _data_of(spec, request.run)
     source, features = held_out(data), request.read_features(data, device)
     classifier = data.source_train.classifier
@@ -91,14 +91,14 @@ def evaluate(request: EvaluationRequest) -> int:
         model, int8 = load_model(generation, device)
         if int8:
             quantize_(model, int8)
+            print("the caption gap is not measured of int8 weights")
         estimates = {} if int8 else _caption_gap(model, data, spec, device)
         wanted: list[MissingPicture] = []
         if features is not None or classifier is not None:
-            captions = list(first_captions(source, data.images.written))
-            count = request.num_samples or len(source)
+            captions = islice(cycle(first_captions(source, data.images.written)), request.num_samples or len(source))
             wanted = [
-                MissingPicture(captions[i % len(captions)], output_dir / f"{i:06d}.png", request.seed + i)
-                for i in range(count)
+                MissingPicture(caption, output_dir / f"{i:06d}.png", request.seed + i)
+                for i, caption in enumerate(captions)
             ]
         settings = picture_settings(generation, options, model.sampling_scheduler(options.scheduler))
         settings |= {"model": request.run, "weights": weights}
@@ -109,7 +109,7 @@ def evaluate(request: EvaluationRequest) -> int:
             model, missing, options=options, device=device, settings=settings, what="pictures", setting="output_dir"
         )
         if classifier is not None:
-            estimates |= _prompted_accuracy(classifier, wanted)
+            estimates |= _prompted_accuracy(classifier, wanted, data.images.written)
         if features is not None:
             estimates = _of_pictures(features, request, wanted, data) | estimates
     finally:
@@ -120,18 +120,13 @@ def evaluate(request: EvaluationRequest) -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "num_samples": len(wanted),
         "held_out": len(source),
+        "data": {name: each for name, each in fingerprint(source).items() if name not in ("samples", "held_out")},
         "seed": request.seed,
         "settings": settings,
         "metrics": {name: asdict(each) for name, each in estimates.items()},
     }
     _write(place_of_run or output_dir, record)
     return 0
-
-
-def _spec_of(run_dir: Path) -> RunSpec:
-    """Return the run as its folder has it; without settings if it has none."""
-    file = run_dir / "config.yaml"
-    return RunSpec(read_yaml(file) if file.is_file() else {})
 
 
 def _data_of(spec: RunSpec, run: str) -> SDDataModule:
@@ -154,10 +149,12 @@ def _opened(output_dir: Path, run: str) -> runs.RunFolder:
     check_new_folder(str(output_dir), key="output_dir", may_exist=True)
     runs.check_ours(output_dir, others=("[0-9]*.png", runs.EVALUATION))
     found = next(output_dir.glob("*.png"), None)
-    if found is not None and settings_of(found).get("model") != run and not output_dir.is_relative_to(run):
+    owner = run if found is None or output_dir.is_relative_to(run) else settings_of(found).get("model")
+    if runs.is_run(output_dir) or Path(str(owner)).resolve() != Path(run).resolve():
+        what = "a run" if runs.is_run(output_dir) else f"pictures of {owner or 'another program'}"
         raise UsageError(
-            f"output_dir={output_dir} holds pictures of {settings_of(found).get('model') or 'another program'}, which "
-            f"would be replaced; expected a folder for run={run} alone; choose another output_dir=<folder>"
+            f"output_dir={output_dir} holds {what}, of which some would be replaced; expected a folder for the "
+            f"evaluation of run={run} alone; choose another output_dir=<folder>"
         )
     folder = runs.RunFolder(output_dir)
     folder.lock()
@@ -186,7 +183,8 @@ def _of_pictures(
     if "kid" in request.metrics:
         out[features.metric("K")] = kernel_estimate(drawn, real)
     if "clip_score" in request.metrics:
-        out["CLIP score"] = mean_estimate(features.caption_scores(drawn, [each.prompt for each in pictures]))
+        scores = features.caption_scores(drawn, [each.prompt for each in pictures])
+        out[f"{features.name} score"] = mean_estimate(scores)
     return {name: replace(each, features=request.features) for name, each in out.items()}
 
 
@@ -200,9 +198,11 @@ def _held_out_squares(data: SDDataModule) -> Iterator[Image.Image]:
             data.bad.count({source.name(index): str(error)})
 
 
-def _prompted_accuracy(classifier: Any, pictures: Sequence[MissingPicture]) -> dict[str, Estimate]:
+def _prompted_accuracy(
+    classifier: Any, pictures: Sequence[MissingPicture], written: Callable[[str], str]
+) -> dict[str, Estimate]:
     """Return the share of pictures that show their prompt, of the prompts that the classifier knows."""
-    labels = dict(zip(*classifier.prompts(len(pictures))))
+    labels = {written(prompt): label for prompt, label in zip(*classifier.prompts(len(pictures)))}
     judged = [each for each in pictures if each.prompt in labels]
     if not judged:
         return {}
@@ -242,7 +242,7 @@ def _caption_gap(
 def _write(folder: Path, record: dict[str, Any]) -> None:
     """Print the metrics, and write them: beside those of earlier calls on the same pictures."""
     known = read_evaluation(folder)
-    same = ("num_samples", "held_out", "seed", "settings")
+    same = ("num_samples", "data", "seed", "settings")
     if all(known.get(key) == json.loads(json.dumps(record[key])) for key in same):
         record["metrics"] = {**known["metrics"], **record["metrics"]}
     write_whole(folder / runs.EVALUATION, json.dumps(record, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.inception import NUM_FEATURES, SIDE, read_inception
+from sd_lightning._imports import require
 
+INCEPTION = "inception"
+"""Name of FID's Inception, of which torch-fidelity downloads the weights."""
 _NAMES = {"clip": "CLIP", "dinov2": "DINOv2", "siglip": "SigLIP"}
 """transformers' ``model_type`` -> name in the literature; others are named as in transformers."""
 
@@ -24,7 +27,7 @@ class ImageFeatures:
     """A network that was read."""
 
     name: str
-    """"CLIP", "DINOv2", …; "" for the Inception, whose distances are FID and KID themselves."""
+    """"CLIP", "DINOv2", …; "" for FID's Inception, whose distances are FID and KID themselves."""
     num_features: int
     network: nn.Module
     prepare: Callable[[Sequence[Image.Image]], Tensor]
@@ -48,59 +51,73 @@ class ImageFeatures:
         network: Any = self.network
         embeds = {}
         for caption in dict.fromkeys(captions):
-            texts = self.tokenizer([caption], truncation=True, return_tensors="pt").to(network.device)
+            # As SigLIP was trained; CLIP does not look at what comes after the end.
+            texts = self.tokenizer([caption], truncation=True, padding="max_length", return_tensors="pt")
             with torch.no_grad():
-                out = network.get_text_features(texts.input_ids, texts.attention_mask)
+                out = network.get_text_features(**texts.to(network.device))
             embeds[caption] = out.pooler_output[0].double().cpu()
         return 100 * torch.cosine_similarity(features, torch.stack([embeds[each] for each in captions]))
 
 
 def read_image_features(source: str, *, device: torch.device) -> ImageFeatures:
-    """Read a network from a folder or the hub by transformers, or the Inception from a file, and try it.
+    """Read a network from a folder or the hub by transformers, or FID's Inception by torchmetrics, and try it.
+
+    Args:
+        source: A folder, a hub id, a file of Inception weights, or ``INCEPTION``, for which they are downloaded.
+        device: Where it computes.
 
     Raises:
         UsageError: There is none, weights are missing, or it does not turn pictures into features.
     """
-    if Path(source).is_file():
-        inception = read_inception(Path(source)).to(device)
-        return ImageFeatures("", NUM_FEATURES, inception, _clean, inception)
+    is_inception = Path(source).is_file() or (source == INCEPTION and not Path(source).exists())
+    if is_inception:
+        require("torch_fidelity", extra="fid", who=f"features={source}")
+    try:
+        features = (_read_inception if is_inception else _read_pretrained)(source, device)
+        tried = features.images([Image.new("RGB", (64, 48), "grey")])
+        if features.tokenizer is not None:
+            features.caption_scores(tried, ["a caption that is cut " * 100])
+    except Exception as error:  # a damaged file raises one of many
+        raise UsageError(
+            f"features={source} gives no features of pictures: {shorten(str(error), 120)}; expected a "
+            "vision model that transformers reads, or a file of FID's Inception weights; write features="
+            f"openai/clip-vit-base-patch32, the folder of one, or features={INCEPTION}"
+        ) from error
+    return replace(features, num_features=tried.shape[-1])
+
+
+def _read_pretrained(source: str, device: torch.device) -> ImageFeatures:
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
-        processor = AutoImageProcessor.from_pretrained(source)
-        network, info = AutoModel.from_pretrained(source, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(source) if hasattr(network, "get_text_features") else None
-        encode = getattr(network.eval().requires_grad_(False).to(device), "get_image_features", network)
-        kind = network.config.model_type
-        features = ImageFeatures(
-            _NAMES.get(kind, kind),
-            0,
-            network,
-            lambda images: processor(images=list(images), return_tensors="pt")["pixel_values"],
-            lambda pixels: encode(pixel_values=pixels).pooler_output,
-            tokenizer,
-        )
-        tried = features.images([Image.new("RGB", (64, 48), "grey")])
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-        raise _refusal(source, str(error).partition("\n")[0]) from error
+    processor = AutoImageProcessor.from_pretrained(source, backend="pil")  # the same without torchvision and with it
+    network, info = AutoModel.from_pretrained(source, output_loading_info=True)
     if info["missing_keys"]:
-        raise _refusal(source, f"its files lack weights, such as {min(info['missing_keys'])}")
-    return replace(features, num_features=tried.shape[-1])
-
-
-def _refusal(source: str, why: str) -> UsageError:
-    return UsageError(
-        f"features={source} gives no features of pictures: {why}; expected a vision model that transformers reads, or "
-        "a file of FID's Inception weights; write features=openai/clip-vit-base-patch32, or the folder of one"
+        raise ValueError(f"its files lack weights, such as {min(info['missing_keys'])}")
+    tokenizer = AutoTokenizer.from_pretrained(source) if hasattr(network, "get_text_features") else None
+    encode = getattr(network.eval().requires_grad_(False).to(device), "get_image_features", network)
+    kind = network.config.model_type
+    return ImageFeatures(
+        _NAMES.get(kind, kind),
+        0,
+        network,
+        lambda images: processor(images=list(images), return_tensors="pt")["pixel_values"],
+        lambda pixels: encode(pixel_values=pixels).pooler_output,
+        tokenizer,
     )
 
 
-def _clean(images: Sequence[Image.Image]) -> Tensor:
-    """Resize for the Inception as clean-fid does (arXiv 2104.11222): bicubic, antialiased, not rounded to 8 bits."""
-    pixels = np.stack([np.asarray(image.convert("RGB"), np.float32) for image in images])
-    planes = pixels.transpose(0, 3, 1, 2).reshape(-1, *pixels.shape[1:3])
-    resized = [np.asarray(Image.fromarray(each).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for each in planes]
-    clipped = np.stack(resized).clip(0, 255).reshape(len(images), 3, SIDE, SIDE)
-    return (torch.from_numpy(clipped) - 128) / 128
+def _read_inception(source: str, device: torch.device) -> ImageFeatures:
+    """Read the Inception that torchmetrics' FID has, which resizes by itself: bilinear, with antialiasing."""
+    from torchmetrics.image.fid import NoTrainInceptionV3
+
+    file = None if source == INCEPTION else source
+    if file is not None:
+        torch.load(file, map_location="cpu", weights_only=True)  # refuses code, which torch-fidelity would run
+    network = NoTrainInceptionV3("inception-v3-compat", ["2048"], file).to(device)
+
+    def pixels(images: Sequence[Image.Image]) -> Tensor:
+        return torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in images])).permute(0, 3, 1, 2)
+
+    return ImageFeatures("", 0, network, pixels, network)

@@ -18,8 +18,9 @@ def read_evaluation(run_dir: Path) -> dict[str, Any]:
     """Return what was measured of a run as it is now; an empty dictionary if nothing was, or it cannot be read."""
     try:
         found = read_json(run_dir / EVALUATION)
-        return found if table(found) and found["steps"] == finished_step(run_dir) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = table(found) and circumstances(found)
+        return found if whole and found["steps"] == finished_step(run_dir) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -34,10 +35,9 @@ def table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [line(*each) for each in record["metrics"].items()]
 
 
-def circumstances(record: Mapping[str, Any]) -> str:
-    """Return what has to be the same for metrics of two runs to be comparable; "" of a run without any."""
-    own = {"model", "weights"}
-    settings = {name: each for name, each in record.get("settings", {}).items() if name not in own}
+def circumstances(record: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return by metric what has to be the same for two runs to be comparable in it."""
+    settings = {name: each for name, each in record.get("settings", {}).items() if name not in ("model", "weights")}
+    facts = [settings, *(record.get(name) for name in ("num_samples", "data", "seed"))]
     networks = {name: each["features"] for name, each in record.get("metrics", {}).items()}
-    facts = [record.get(name) for name in ("num_samples", "held_out", "seed")]
-    return json.dumps([facts, settings, networks], sort_keys=True) if record else ""
+    return {(name, json.dumps([facts, network], sort_keys=True)) for name, network in networks.items()}

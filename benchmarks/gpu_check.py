@@ -53,7 +53,11 @@ PARTS = {
     "2": Part("the planner and its calibration", 540, (("planner_gpu", 440),)),
     "3": Part("presets and training", 540, (("train_step_gpu", 80), ("dreambooth_gpu", 260))),
     "4": Part("compiled layers, and the ladder: its last rungs may need a second call", 540, (("ladder_gpu", 440),)),
-    "5": Part("today's models at their published size, and int8", 360, (("families_gpu", 200), ("int8_gpu", 50))),
+    "5": Part(
+        "today's models at their published size, int8, and adapters on quantised weights",
+        540,
+        (("families_gpu", 200), ("int8_gpu", 50), ("qlora_gpu", 120)),
+    ),
 }
 TRAINS = "test_each_trains_as_one_plain_process_or_stops_at_a_signal"
 TESTS = (

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from lines import Measured
+from sd_lightning.quantization.base import Base
 from training_runs import Run
 
 BARS = {"memory_off_by": "<= 0.1"}
@@ -40,9 +41,12 @@ class Setting:
     rank: int = 0
     """Of adapters; 0 trains all weights."""
     checkpointing: bool = True
+    base: Base | None = None
+    """What the frozen weights are in, beneath adapters: "nf4", "int8"."""
 
     def __str__(self) -> str:
         trained = f"lora{self.rank}" if self.rank else "full"
+        trained += f"_{self.base}" if self.base else ""
         size = "" if self.resolution == 512 else f"_{self.resolution}px"
         precision = self.precision.replace("-", "_")
         return f"{self.model}_{trained}_{self.strategy}_{self.batch_size}_{precision}{size}"
@@ -122,6 +126,7 @@ TABLE = {
     ),
 }
 DRY: dict[str, Any] = {
+    "device": "h200",
     "settings": (
         Setting("tiny_klein", rank=2, batch_size=2, resolution=32, precision="32-true"),
         Setting("tiny_z_image", "gemini", batch_size=2, resolution=32, precision="32-true", checkpointing=False),
@@ -132,7 +137,7 @@ DRY: dict[str, Any] = {
 
 
 def measure(
-    *, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device: str = "h200", processes: int = 8
+    *, settings: tuple[Setting, ...] = SETTINGS, steps: int = 6, device: str | None = None, processes: int = 8
 ) -> Iterator[Measured]:
     """Train some steps under every setting; yield all metrics after each run.
 
@@ -141,12 +146,13 @@ def measure(
     Args:
         settings: What is trained.
         steps: Optimizer steps of each run; the first two do not count.
-        device: Whose data sheet predicts the time.
+        device: Whose data sheet predicts the time; None: that of this GPU.
         processes: That predict meanwhile, so that the GPU does not wait; 0 predicts in this one.
     """
     metrics: dict[str, float | list[float] | str] = {}
     off: list[float] = []
     failures: list[Exception] = []
+    device = device or ("h200" if "H200" in torch.cuda.get_device_name() else "h100")
     told = predictions(settings, device, processes)
     for setting, predict in zip(settings, told):
         name = str(setting)
@@ -191,7 +197,7 @@ def planned(setting: Setting, device: str) -> Predicted:
         setting.batch_size,
         setting.resolution,
         setting.precision,
-        lora=Lora(rank=setting.rank) if setting.rank else None,
+        lora=Lora(rank=setting.rank, base=setting.base) if setting.rank else None,
         optimizer=_optimizer(),
         encodes=False,
     )
@@ -233,8 +239,10 @@ def trained(setting: Setting, chosen: dict[str, Any], steps: int) -> tuple[float
     for encoder in model.text_encoders:  # the batches have what they give
         del model.networks[encoder]
     model.networks["vae"] = model.components["vae"].instantiate()
-    lora = Lora(rank=setting.rank) if setting.rank else None
-    module = SDLightningModule(model, optimizer=_optimizer(), lora=lora)
+    lora = Lora(rank=setting.rank, base=setting.base) if setting.rank else None
+    module = SDLightningModule(model, optimizer=_optimizer(), lora=lora, offload_encoders=True)
+    if setting.strategy != "single":  # it finds weights in host memory
+        module.cpu()
     Speed(gradient_checkpointing=setting.checkpointing, allow_tf32=True).apply_(module.trained_networks())
     ends: list[float] = []
 
@@ -265,23 +273,20 @@ def trained(setting: Setting, chosen: dict[str, Any], steps: int) -> tuple[float
 
 
 def _denoiser(model: Any, setting: Setting, device: str) -> nn.Module:
-    """Return the denoiser with random weights, drawn on the device, which is a hundred times faster.
-
-    A strategy that distributes weights finds them in host memory.
-    """
+    """Return the denoiser with random weights, drawn on the device, which is a hundred times faster."""
     dtype = torch.bfloat16 if setting.precision == "bf16-true" else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            network = model.components[model.family.denoiser].instantiate()
+            return model.components[model.family.denoiser].instantiate()
     finally:
         torch.set_default_dtype(before)
-    return network if setting.strategy == "single" else network.cpu()
 
 
 def _batch(model: Any, setting: Setting) -> dict[str, Any]:
     """Return a batch of random latents and text embeddings."""
+    from sd_lightning.models.families.base import SIZES
     from sd_lightning.models.families.conditioning import map_conditioning
     from sd_lightning.models.meta import meta_networks
 
@@ -297,6 +302,7 @@ def _batch(model: Any, setting: Setting) -> dict[str, Any]:
     return {
         "latents": torch.randn(count, *model.latent_space.shape(setting.resolution, setting.resolution)),
         "text_embeddings": filled,
+        **{name: torch.full((count, 2), setting.resolution) for name in SIZES},
         "epoch": torch.zeros(count, dtype=torch.int64),
         "index": torch.arange(count),
     }

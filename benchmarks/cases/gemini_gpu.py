@@ -97,6 +97,16 @@ def measure(
 def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[str, Any] | None) -> dict[str, float]:
     loop = _autocast(architecture, device) if settings is None else _gemini(architecture, device, settings)
     network, engine, backward, step = loop
+    try:
+        return _timed(network, engine, backward, step, batch, steps, device)
+    finally:  # also without memory: a graph that is not gone through backwards keeps its engine
+        if engine:
+            engine.close()
+
+
+def _timed(
+    network: nn.Module, engine: Any, backward: Any, step: Any, batch: int, steps: int, device: str
+) -> dict[str, float]:
     inputs = _inputs(network, batch, device)
     seconds: list[float] = []
     waits: list[float] = []
@@ -121,8 +131,6 @@ def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[
     found |= {f"{source}_to_{target}_gib": value / 2**30 for (source, target), value in moved.items()}
     if device == "cuda":
         found["gb"] = torch.cuda.max_memory_allocated() / 1e9
-    if engine:
-        engine.close()
     return found
 
 

@@ -27,6 +27,13 @@ class Tagged(Squares):
         return [f"{TAGS}, number {index}"]
 
 
+class Uneven(Squares):
+    """Squares with one tag more each."""
+
+    def captions(self, index: int) -> list[str]:
+        return [", ".join(f"tag {i}" for i in range(index + 1))]
+
+
 def written(options: dict[str, Any], index: list[int], epoch: int = 0, seed: int = 3) -> list[str]:
     samples = CaptionedImages(Tagged(), tokenize, options=ImageOptions(16, **options), seed=seed)
     return samples.__getitems__([(epoch, i) for i in index])["captions"]
@@ -66,6 +73,9 @@ def test_a_caption_is_the_same_in_every_batch_and_another_one_in_another_epoch_o
     assert together == [written(options, [i])[0] for i in range(20)]
     assert "" in together and together != written(options, list(range(20)), epoch=1)
     assert together != written(options, list(range(20)), seed=4)
+    samples = CaptionedImages(Uneven(), tokenize, options=ImageOptions(16, **options), seed=0)
+    alone = [samples[(1, i)]["captions"][0] for i in range(9)]
+    assert samples.__getitems__([(1, i) for i in range(9)])["captions"] == alone, "whatever the longest one is"
 
 
 @pytest.mark.parametrize("separator", [",", ";", "|", " "])
@@ -85,6 +95,8 @@ def test_texts_around_captions_stay_in_place_and_are_no_tags() -> None:
     options = {"caption_prefix": "a photo of sks dog,", "caption_suffix": ", best quality", "shuffle_tags": True}
     for caption in written(options, list(range(10))):
         assert caption.startswith("a photo of sks dog, ") and caption.endswith(", best quality")
+    spaced = CaptionOptions(caption_prefix="sks, ", caption_suffix=" , best").written("a dog")
+    assert spaced == "sks, a dog, best"
     assert CaptionOptions(caption_suffix="in the style of zwx").written("a house") == "a house in the style of zwx"
     dropped = written(options | {"proportion_empty_prompts": 1.0}, [0, 1])
     assert dropped == ["", ""], "what is dropped for guidance is empty"

@@ -59,6 +59,24 @@ def test_a_folder_of_photos_works_as_it_is(tmp_path: Path) -> None:
     assert sizes["d.jpeg"] == (20, 60) and sizes["a.JPG"] == (50, 20)
 
 
+def test_one_of_kohyas_folders_captions_its_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "10_sks dog"
+    for name in ("a", "b"):
+        save(folder / f"{name}.png")
+    (folder / "b.txt").write_text("sks dog on a beach")
+    assert [photo.caption for photo in find_photos(folder, None)] == ["sks dog", "sks dog on a beach"]
+    assert {photo.caption for photo in find_photos(folder, SKS)} == {SKS}
+    monkeypatch.chdir(folder)
+    assert [photo.caption for photo in find_photos(".", None)] == ["sks dog", "sks dog on a beach"]
+
+
+def test_class_pictures_in_kohyas_folders_are_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path / "1_dog" / "a.png")
+    with pytest.raises(UsageError, match="kohya's folder 1_dog; expected .*; write 'class_data_dir=.*/1_dog'"):
+        missing_pictures(tmp_path, [DOG], 3, seed=0)
+    assert len(missing_pictures(tmp_path / "1_dog", [DOG], 3, seed=0)) == 2
+
+
 def test_kohyas_folders_repeat_and_caption_their_photos(tmp_path: Path) -> None:
     save(tmp_path / "3_sks dog" / "a.png")
     save(tmp_path / "3_sks dog" / "b.png")
@@ -185,7 +203,8 @@ def test_class_images_are_divided_among_prompts_and_topped_up(tmp_path: Path) ->
 
 def test_other_seeds_top_up_with_pictures_that_are_not_there(tmp_path: Path) -> None:
     for each in missing_pictures(tmp_path, [DOG], 3, seed=10):
-        class_images._write(Image.new("RGB", (8, 8)), each, {"model": "base", "prompt": DOG, "seed": each.seed})
+        settings = {"model": "base", "prompt": DOG, "seed": each.seed}
+        class_images._write(Image.new("RGB", (8, 8)), each, settings, "class_data_dir")
     more = missing_pictures(tmp_path, [DOG], 6, seed=8)
     assert [each.path.name for each in more] == [f"class-0000{i}.png" for i in (3, 4, 5)]
     assert [each.seed for each in more] == [13, 14, 15], "11 and 12 would be those of class-00001 and class-00002"

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from glyph import write_photos
+from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.builders import dreambooth_data, image_folder_data
@@ -22,6 +23,7 @@ from sd_lightning.data.sources.dreambooth import Subject, find_photos, ignored_p
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.masks import masks_in
 from sd_lightning.data.transform import ImageOptions
+from sd_lightning.models.encoder import LatentEncoder
 from square_data import Recorder, tokenize, trainer
 
 
@@ -128,7 +130,7 @@ def test_images_without_a_mask_count_as_a_whole_and_their_number_is_told(
     (folder / "2-mask.png").unlink()
     with caplog.at_level(logging.INFO, "sd_lightning"):
         batch = batch_of(folder_data(folder, batch_size=6, center_crop=True))
-    assert "data: 5 of 6 images have a mask; of the others everything counts" in caplog.messages
+    assert "data: 5 images have a mask; of others everything counts" in caplog.messages
     whole = batch["loss_mask"].flatten(1).min(1).values == 1
     assert batch["index"][whole].tolist() == [2]
 
@@ -196,6 +198,53 @@ def test_another_mask_changes_the_fingerprint(tmp_path: Path) -> None:
     shutil.copy(folder / "1-mask.png", folder / "2-mask.png")
     change = folder_data(folder).change_since(before)
     assert change is not None and "1 replaced" in change.description and "2.png" in change.description
+
+
+def test_masks_of_the_folder_that_one_is_in_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(paint(tmp_path / "p"))
+    (photos,) = photos_of([Subject(".", "sks dog")], masked_loss="files").values()
+    assert [photo.mask for photo in photos] == [f"{i}-mask.png" for i in range(6)]
+    Path("metadata.jsonl").write_text('{"file_name": "2.png", "text": "x"}\n')
+    assert ImageFolder(".", masked_loss="files").mask(0) is not None
+
+
+@pytest.mark.parametrize("kind", ["upright", "turned", "alpha"])
+def test_a_mask_is_turned_upright_as_its_image_is(tmp_path: Path, kind: str) -> None:
+    drawn, exif = blocks(16, 32, seed=3), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned = drawn.transpose(Image.Transpose.ROTATE_90)
+    image = turned.convert("RGB")
+    if kind == "alpha":
+        image.putalpha(turned)
+    elif kind == "turned":
+        turned.save(tmp_path / "a-mask.png", exif=exif)
+    else:
+        drawn.save(tmp_path / "a-mask.png")
+    image.save(tmp_path / "a.png", exif=exif)
+    (tmp_path / "a.txt").write_text("x")
+    mask = ImageFolder(tmp_path, masked_loss="alpha" if kind == "alpha" else "files").mask(0)
+    assert mask is not None and np.array_equal(np.asarray(mask), np.asarray(drawn))
+
+
+def test_masks_in_kohyas_folders_are_not_trained_on(tmp_path: Path) -> None:
+    paint(tmp_path / "3_sks dog", sizes=((16, 16),) * 2)
+    for path in (tmp_path / "3_sks dog").glob("*.txt"):
+        path.unlink()
+    source = ImageFolder(tmp_path, folder_repeats=True)
+    assert [Path(source.name(i)).name for i in range(len(source))] == ["0.png"] * 3 + ["1.png"] * 3
+    assert [Path(name).name for name in source.dropped] == ["0-mask.png", "1-mask.png"]
+    assert all("write data.masked_loss=files" in reason for reason in source.dropped.values())
+    assert not ImageFolder(tmp_path, folder_repeats=True, masked_loss="files").dropped
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_klein", "tiny_qwen_image_21"])
+def test_weights_have_the_places_of_the_denoisers_latents(tmp_path: Path, name: str) -> None:
+    model = LatentDiffusion.build(name, seed=0)
+    options = ImageOptions(64, center_crop=True, masked_loss="files")
+    source = ImageFolder(paint(tmp_path / "p"), masked_loss="files")
+    samples = CaptionedImages(source, model.tokenize, options=options, seed=0, latent_stride=model.latent_space.stride)
+    batch = LatentEncoder(model)(samples.__getitems__([(0, 0), (0, 1)]), seed=0)
+    assert batch["loss_mask"].shape == (2, 1, *batch["latents"].shape[-2:])
 
 
 def test_no_masks_and_settings_without_effect_are_refused(tmp_path: Path) -> None:

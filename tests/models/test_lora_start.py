@@ -115,6 +115,14 @@ def test_an_export_in_16_bits_is_the_same_after_a_training_of_no_step(dtype: tor
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_a_header_that_records_no_alpha_leaves_that_of_the_layers(tmp_path: Path) -> None:
+    """kohya's tools write "None" if they were given none."""
+    model = trained("tiny_sd3", tmp_path / "trained.safetensors")
+    export(tmp_path / "trained.safetensors", tmp_path / "kohya.safetensors", model, "kohya")
+    save_file(load_file(tmp_path / "kohya.safetensors"), tmp_path / "none.safetensors", {"ss_network_alpha": "None"})
+    assert going_on(Lora(), tmp_path / "none.safetensors", meta_twin(model)).alpha == 4.5
+
+
 @pytest.mark.parametrize("scale", [0.1, 1 / 3, 0.75, 1.5, 2.0, 7.3])
 def test_what_scaled_weights_were_is_found_exactly(scale: float) -> None:
     torch.manual_seed(0)
@@ -215,10 +223,15 @@ def test_generate_draws_with_kohyas_dora_and_with_names_that_diffusers_does_not_
         export(tmp_path / WEIGHTS_NAME, tmp_path / f"{name}.safetensors", model, "kohya")
         theirs = LatentDiffusion.from_pretrained(folder, lora=tmp_path / f"{name}.safetensors").denoiser.state_dict()
         ours = LatentDiffusion.from_pretrained(folder, lora=tmp_path / WEIGHTS_NAME).denoiser.state_dict()
-        before = model.denoiser.state_dict()
+        before = {key: value.clone() for key, value in model.denoiser.state_dict().items()}
         assert any(not torch.equal(before[key], ours[key]) for key in ours)
+        pipeline: Any = model.pipeline()
+        pipeline.load_lora_weights(tmp_path / WEIGHTS_NAME)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
         for key, value in ours.items():
             torch.testing.assert_close(value, theirs[key], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(value, model.denoiser.state_dict()[key], atol=1e-6, rtol=1e-5)
 
 
 def kohya_of_sdxl(model: LatentDiffusion) -> dict[str, Tensor]:
@@ -243,6 +256,33 @@ def test_names_that_only_diffusers_reads_are_read_through_it(tmp_path: Path) -> 
     down, up = (written[f"unet.{layer}.lora_{part}.weight"] for part in "AB")
     torch.testing.assert_close(up @ down, 0.5 * _up(stored) @ _down(stored))
     assert len(written) == 2
+
+
+def test_dora_that_diffusers_reads_without_its_magnitudes_is_refused(tmp_path: Path) -> None:
+    model = LatentDiffusion.build(SMALL_SDXL, seed=1)
+    model.save_pretrained(tmp_path / "base")
+    stored, file = kohya_of_sdxl(model), tmp_path / "theirs.safetensors"
+    key = next(iter(stored)).partition(".")[0]
+    save_file(stored | {f"{key}.dora_scale": torch.ones(len(_up(stored)), 1)}, file)
+    with pytest.raises(UsageError, match="theirs.safetensors: .*DoRA with names that diffusers reads without"):
+        LatentDiffusion.from_pretrained(tmp_path / "base", lora=file)
+    with pytest.raises(UsageError, match="init_lora=.*theirs.safetensors: .*DoRA with names that diffusers reads"):
+        going_on(Lora(), file, meta_twin(model))
+
+
+def test_adapters_of_several_files_are_added_after_each_other(tmp_path: Path) -> None:
+    """DoRA in the folder, and plain adapters with names that only diffusers knows beside it."""
+    model = trained(SMALL_SDXL, tmp_path / WEIGHTS_NAME, use_dora=True)
+    stored = kohya_of_sdxl(model)
+    save_file(stored, tmp_path / "theirs.safetensors")
+    for name in ("base", "both"):
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / WEIGHTS_NAME).write_bytes((tmp_path / WEIGHTS_NAME).read_bytes())
+    one = LatentDiffusion.from_pretrained(tmp_path / "base").denoiser.state_dict()
+    two = LatentDiffusion.from_pretrained(tmp_path / "both", lora=tmp_path / "theirs.safetensors").denoiser.state_dict()
+    key = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    torch.testing.assert_close(two[key], one[key] + 0.5 * _up(stored) @ _down(stored))
+    assert all(torch.equal(one[name], two[name]) for name in one if name != key)
 
 
 def _down(stored: dict[str, Tensor]) -> Tensor:

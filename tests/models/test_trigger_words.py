@@ -48,12 +48,16 @@ def test_the_rarest_shared_word_names_the_subject(
 
 def test_a_rare_word_is_told_without_a_warning(model: LatentDiffusion, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sd_lightning"):
-        tell_of_trigger_word(model, "sks", ["a photo of sks dog"])
-        tell_of_trigger_word(model, "ohwx", ["ohwx dog"])
+        tell_of_trigger_word(model, ["a photo of sks dog"])
+        tell_of_trigger_word(model, ["ohwx dog"])
+        tell_of_trigger_word(model, ["sks asleep", "the dog"])
+    messages = [record.getMessage() for record in caplog.records]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", f"trigger word 'sks': tokenizer reads sks (1 token(s), number 88 of {len(WORDS) + 25})"),
         ("INFO", "trigger word 'ohwx': tokenizer reads o hwx (2 token(s))"),
+        ("INFO", messages[2]),
     ]
+    assert "such as 'sks asleep', share no word" in messages[2] and "'data.caption_prefix=" in messages[2]
 
 
 def test_a_word_that_means_something_or_is_cut_off_is_warned_of(
@@ -61,8 +65,8 @@ def test_a_word_that_means_something_or_is_cut_off_is_warned_of(
 ) -> None:
     long = "a photo of the dog in the beach of the sks"
     with caplog.at_level(logging.WARNING, "sd_lightning"):
-        tell_of_trigger_word(model, "lily", ["a photo of lily dog"])
-        tell_of_trigger_word(model, "sks", ["sks dog", long])
+        tell_of_trigger_word(model, ["a photo of lily dog"])
+        tell_of_trigger_word(model, ["sks dog", long])
     common, cut = (record.getMessage() for record in caplog.records)
     assert "'lily': it is among the 6 % most frequent words of the tokenizer, and means something already" in common
     assert f"'sks': the tokenizer cuts it off in 1 of 2 captions, as in '{long}'; write it at the beginning" in cut

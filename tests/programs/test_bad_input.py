@@ -320,7 +320,7 @@ OWN_CHOICE = (
 FLOW = {
     "train": [("train", name) for name in ("run", "build_trainer", "build_module", "check_parts", "open_run")],
     "dreambooth": [("dreambooth", "run")],
-    "generate": [("generate", name) for name in ("run", "read_prompts", "_device", "_load", "generate")],
+    "generate": [("generate", name) for name in ("run", "read_prompts", "find_device", "load_model", "generate")],
     "export": [("export", "run")],
 }
 """Functions that a program enters one after the other, each when all checks before it have passed."""

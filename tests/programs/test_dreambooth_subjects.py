@@ -108,6 +108,10 @@ BAD = [
     ("'subjects=[{dir:dot,reps:2}]'", "'reps': 2", "expected class_prompt, dir, prompt, repeats"),
     ("'subjects=[{dir:dot,prompt:x,repeats:0}]'", "'repeats': 0", "repeats of at least 1"),
     ("'subjects=[{dir:dot,prompt:x},{dir:square,prompt:x}]'", "the subject {'dir': 'square'", "a prompt of its own"),
+    ("'subjects=[{dir:null,prompt:x}]'", "the subject {'dir': None", "texts of which dir has to be there"),
+    ("'subjects=[{dir:dot,prompt:5}]'", "the subject {'dir': 'dot', 'prompt': 5}", "texts of which"),
+    ("'subjects=[{dir:dot,prompt:x,class_prompt:7}]'", "'class_prompt': 7", "texts of which"),
+    ("'subjects=[{dir:dot,prompt:x,repeats:true}]'", "'repeats': True", "repeats of at least 1"),
     ("subjects=dot", "subjects=dot", "expected a list of"),
     (
         f"{SUBJECTS} class_data_dir=dot",

@@ -4,12 +4,14 @@ import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 from PIL import Image
 
 from glyph import write_photos
@@ -78,7 +80,11 @@ def test_a_run_uploads_its_adapters_with_a_card(folder: Path, hub: Hub, uploaded
 
 
 def test_nothing_of_this_machine_is_uploaded(folder: Path, uploaded: dict[str, bytes]) -> None:
-    for name, content in uploaded.items():
+    assert_no_secrets(uploaded, folder)
+
+
+def assert_no_secrets(files: dict[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
         for secret in (str(folder), str(Path.home()), TOKEN, "photos", "init_from"):
             assert secret.encode() not in content, f"{secret} in {name}"
 
@@ -94,6 +100,36 @@ def test_a_pipeline_is_uploaded_whole_and_public_if_asked(folder: Path, hub: Hub
     assert 'DiffusionPipeline.from_pretrained("me/whole")' in hub.repos["me/whole"]["README.md"].decode()
     assert "lora" not in hub.header("me/whole")["tags"]
     assert config.is_file()
+    assert_no_secrets(hub.repos["me/whole"], folder)
+
+
+def test_a_repository_that_was_public_is_not_called_private(
+    folder: Path, hub: Hub, uploaded: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.repos["me/open"], hub.private["me/open"] = {".gitattributes": b""}, False
+    assert call("export run=run output_dir=open push_to_hub=me/open") == 0
+    assert re.search(r"hub +http://.*/me/open \(public\)", capfd.readouterr().out)
+
+
+def test_a_file_for_front_ends_is_not_told_to_diffusers(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    """diffusers has not the names of all families."""
+    assert call("export run=run format=comfyui output_dir=comfyui push_to_hub=me/comfy") == 0
+    card = hub.repos["me/comfy"]["README.md"].decode()
+    assert "Put `lora.safetensors` where your program looks for LoRA (`models/loras` of ComfyUI)" in card
+    assert "load_lora_weights" not in card and "lora" in hub.header("me/comfy")["tags"]
+
+
+def test_the_card_has_the_words_of_all_subjects(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    shutil.copytree("run", "two")
+    settings = yaml.safe_load(Path("run/config.yaml").read_text())
+    settings["instance_prompt"] = None
+    settings["subjects"] = [{"dir": "photos", "prompt": f"a {word} digit"} for word in ("sks", "zwx")]
+    Path("two/config.yaml").write_text(yaml.safe_dump(settings))
+    assert call("export run=two output_dir=of-two push_to_hub=me/two") == 0
+    card, header = hub.repos["me/two"]["README.md"].decode(), hub.header("me/two")
+    assert "Write `a sks digit` to get the subject." in card and "Write `a zwx digit` to get the subject." in card
+    assert header["instance_prompt"] == "a sks digit, a zwx digit" and "dreambooth" in header["tags"]
+    assert_no_secrets(hub.repos["me/two"], folder)
 
 
 def test_the_card_has_licence_and_base_of_the_source(folder: Path, hub: Hub) -> None:
@@ -107,10 +143,13 @@ def test_the_card_has_licence_and_base_of_the_source(folder: Path, hub: Hub) -> 
     ):
         found = apps_hub._source({"model": {"pretrained": base, "architecture": "flux1_dev"}})
         assert found == {"license": "other", "license_name": "some-licence", "license_link": link, "base_model": name}
-    gated = apps_hub._source({"model": {"pretrained": "them/gone", "architecture": "flux1_dev"}})
-    assert gated["license_name"] == "flux-1-dev-non-commercial-license" and gated["base_model"] == "them/gone"
+    hub.fails = "them/gated"
+    gated = apps_hub._source({"model": {"pretrained": "them/gated", "architecture": "flux1_dev"}})
+    assert gated["license_name"] == "flux-1-dev-non-commercial-license" and gated["base_model"] == "them/gated"
     assert gated["license_link"].endswith("black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md")
-    assert "base_model" not in apps_hub._source({"model": {"pretrained": "base", "architecture": "sd15"}})
+    for folder_of_this_machine in ("base", "runs/gone"):
+        settings = {"model": {"pretrained": folder_of_this_machine, "architecture": "sd15"}}
+        assert apps_hub._source(settings) == {"license": "creativeml-openrail-m"}
 
 
 def test_what_cannot_be_uploaded_is_said_before_training(
@@ -131,6 +170,7 @@ def test_what_cannot_be_uploaded_is_said_before_training(
         assert not Path("new").exists()
 
     refused("dog", "push_to_hub=dog", "write push_to_hub=<user>/my-dog")
+    refused("true", "push_to_hub=true", "expected")  # the flag of diffusers' scripts
     refused("me/a--b", "push_to_hub=me/a--b", "write push_to_hub=<user>/my-dog")
     refused("me/other", "that repository exists, and is not of this run", "write push_to_hub=me/other-2")
     refused("team/dog", "me may not write there", "write push_to_hub=me/dog")
@@ -170,9 +210,13 @@ def test_an_upload_that_fails_leaves_a_finished_run(folder: Path, hub: Hub, capf
     hub.fails = "/commit/"
     assert call(f"{RUN} max_train_steps=1 output_dir=failed push_to_hub=me/failed") == 1
     shown = capfd.readouterr().err
-    assert re.search(r"not uploaded \(.*python -m sd_lightning.export run=failed push_to_hub=me/failed", shown)
+    assert re.search(r"not uploaded to me/failed \(.*sd_lightning.export run=failed push_to_hub=me/failed", shown)
     assert json.loads(Path("failed/summary.json").read_text())["steps"] == 1
     assert not list(Path("failed").glob(".tmp-*"))
+    assert call("export run=failed output_dir=kept push_to_hub=me/failed") == 1
+    shown = capfd.readouterr().err
+    assert "not uploaded to me/failed (" in shown and "delete kept, and write the same command again" in shown
+    assert Path("kept/model_index.json").is_file()
     hub.fails = ""
     assert call("export run=failed output_dir=later push_to_hub=me/failed") == 0, "what the message says"
     assert WEIGHTS_NAME in hub.repos["me/failed"]

@@ -69,6 +69,7 @@ def test_a_run_that_went_on_resumes_bitwise_without_the_file(folder: Path) -> No
 def test_what_does_not_fit_is_refused_before_training(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_file({"lora_unet_x.lora_down.weight": load_file(weights("first")).popitem()[1]}, "strange.safetensors")
     Path("torn.safetensors").write_bytes(b"not a file")
+    torch.save(load_file(weights("first")), "pickled.pt")
     klein = "model=tiny_klein init_from=klein train_text_encoder=false resolution=32"
     for arguments, words in (
         (f"{START} init_lora=none", ("init_lora=none: no such file or run",)),
@@ -82,7 +83,8 @@ def test_what_does_not_fit_is_refused_before_training(folder: Path, capfd: pytes
             ("got lora.alpha=3", "init_lora=kohya/lora", "have alpha=6.0; leave"),
         ),
         (f"{START} init_lora=strange.safetensors", ("init_lora=strange.safetensors: it has no adapters of a model",)),
-        (f"{START} init_lora=torn.safetensors", ("torn.safetensors", "not a complete safetensors file")),
+        (f"{START} init_lora=torn.safetensors", ("torn.safetensors: not a complete safetensors file",)),
+        (f"{START} init_lora=pickled.pt", ("init_lora=pickled.pt: expected", "safetensors; others may hold code")),
         (f"{RUN} trainable=lora init_from=first init_lora=first", ("has these adapters in it already",)),
         (f"{RUN} trainable=lora {klein} init_lora=kohya", ("these are adapters of model=tiny", "Flux2KleinPipeline")),
         (f"{START} init_lora=first train_text_encoder=false", ("adapters of text_encoder", "train_text_encoder=true")),

@@ -36,7 +36,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.meta import meta_twin
-from sd_lightning.models.trigger_words import tell_of_trigger_word, trigger_word
+from sd_lightning.models.trigger_words import tell_of_trigger_word
 from sd_lightning.planner.forecast import Forecast, Forecaster
 from sd_lightning.quantization.casting import cast_
 from sd_lightning.storage.atomic import check_writable
@@ -87,9 +87,10 @@ def subject_run(spec: RunSpec) -> RunSpec:
     stripped = folder.rstrip("/") or folder  # else a slash would be in the default class_data_dir, too
     pictures = [key for key in ("class_data_dir", "data.class_data_dir") if spec[key] == f"{folder}-class-images"]
     spec = spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
-    check_folders(spec)
     photos = captioned_photos(spec)
-    captions = sorted({photo.caption for each in photos.values() for photo in each})
+    check_folders(spec, photos)
+    every = [photo for each in photos.values() for photo in each]
+    captions = sorted({photo.caption for photo in every})
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
         check_token(spec["placeholder_token"], captions)
@@ -102,9 +103,8 @@ def subject_run(spec: RunSpec) -> RunSpec:
     if spec["use_8bit_adam"]:
         spec = with_8bit_adam(spec)
     if is_first_process():
-        every = [photo for each in photos.values() for photo in each]
         check_readable(every, resolution=spec["data.resolution"], max_pixels=spec["data.max_image_pixels"])
-        shown = Counter(photo for photo in balanced(photos))
+        shown = Counter(balanced(photos))
         for subject, own in photos.items():
             if len(photos) > 1:
                 counts = (len(set(own)), sum(shown[photo] for photo in set(own)), shown.total())
@@ -132,10 +132,9 @@ def caption_groups(photos: Mapping[Subject, Sequence[Picture]], *, for_samples: 
     """Return the distinct captions of each subject, and of each of its kohya folders; or what samples show of it."""
     groups: dict[Any, list[str]] = {}
     for subject, own in photos.items():
+        given = subject.validation_prompt if for_samples else None
         for photo in own:
-            given = subject.validation_prompt if for_samples else None
-            key = subject if given else (subject, Path(photo.path).parent)
-            groups.setdefault(key, []).append(given or photo.caption)
+            groups.setdefault((subject, given or Path(photo.path).parent), []).append(given or photo.caption)
     return [[*dict.fromkeys(captions)] for captions in groups.values()]
 
 
@@ -161,7 +160,7 @@ def check_command_line(spec: RunSpec) -> None:
             )
 
 
-def check_folders(spec: RunSpec) -> None:
+def check_folders(spec: RunSpec, subjects: Iterable[Subject]) -> None:
     """Check that the class images have a folder apart from the photos of the subject.
 
     Raises:
@@ -175,7 +174,7 @@ def check_folders(spec: RunSpec) -> None:
             "class_data_dir out"
         )
     pictures = Path(spec["class_data_dir"]).resolve()
-    for subject in find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"]):
+    for subject in subjects:
         photos = Path(subject.dir).resolve()
         if photos.is_relative_to(pictures) or pictures.is_relative_to(photos):
             how = "the same folder" if photos == pictures else "one inside the other"
@@ -300,15 +299,13 @@ def prepare(spec: RunSpec) -> None:
             class_images.wait_for(folder, prompts, count)
         return
     missing = missing_class_images(spec, base) if prompts else []
-    if model.is_ours and not spec["learn_token"]:
-        described = model.describe()
-        for captions in caption_groups(captioned_photos(spec)):
-            word = trigger_word(described, captions, prompts)
-            if word is not None:
-                tell_of_trigger_word(described, word, captions)
     predicted = predict_memory(spec)
     if predicted is not None:
         print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
+    if model.is_ours and not spec["learn_token"]:
+        described = model.describe()
+        for captions in caption_groups(captioned_photos(spec)):
+            tell_of_trigger_word(described, captions, prompts)
     if base is not None and missing:
         draw_class_images(spec, missing, base)
 

@@ -135,7 +135,8 @@ def run(cfg: DictConfig) -> int:
         path = request.output_dir
         print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
     if request.push_to_hub is not None:
-        print(f"hub: {hub.push(output_dir, request.push_to_hub, run_dir, private=request.hub_private)}")
+        again = f"delete {request.output_dir}, and write the same command again"
+        return hub.push(output_dir, request.push_to_hub, run_dir, private=request.hub_private, again=again)
     return 0
 
 

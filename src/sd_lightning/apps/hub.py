@@ -107,40 +107,51 @@ def _missing_right(me: Mapping[str, Any], owner: str, repo_id: str) -> str:
 
 def push_run(spec: RunSpec) -> int:
     """Upload the result of a run; return 1 if it cannot be uploaded: the run itself is complete."""
-    try:
-        url = push(spec.output_dir / "pipeline", spec["push_to_hub"], spec.output_dir, private=spec["hub_private"])
-    except Exception as error:  # after hours of training: of whatever type
-        where = f"run={spec.output_dir} push_to_hub={spec['push_to_hub']}"
-        log.warning("not uploaded (%s); upload it: python -m sd_lightning.export %s", first_line(error), where)
-        return 1
-    print(f"{'hub':<18} {url}")
-    return 0
+    again = f"upload it: python -m sd_lightning.export run={spec.output_dir} push_to_hub={spec['push_to_hub']}"
+    folder, repo_id, private = spec.output_dir / "pipeline", spec["push_to_hub"], spec["hub_private"]
+    return push(folder, repo_id, spec.output_dir, private=private, again=again)
 
 
-def push(folder: Path, repo_id: str, run_dir: Path | None, *, private: bool) -> str:
-    """Upload a pipeline's folder, or of one with adapters these alone, with a model card; return the address."""
+def push(folder: Path, repo_id: str, run_dir: Path | None, *, private: bool, again: str) -> int:
+    """Upload a pipeline's folder, or of one with adapters these alone, with a model card.
+
+    Args:
+        folder: The pipeline, or another export.
+        repo_id: As for :func:`check`.
+        run_dir: The run that it is of, if there is one.
+        private: Whether a new repository is private.
+        again: What a message says to do if it cannot be uploaded.
+
+    Returns:
+        Exit code: 0, or 1 if it cannot be uploaded; what is in the folder is complete.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
-    with tempfile.TemporaryDirectory(prefix=".tmp-pipeline-", dir=folder.parent) as made:
-        staged = Path(made, "hub")
-        alone = [folder / name for name in (LORA_NAME, WORD_NAME) if (folder / LORA_NAME).is_file()]
-        if alone:
-            staged.mkdir()
+    alone = [folder / name for name in (LORA_NAME, WORD_NAME) if (folder / LORA_NAME).is_file()]
+    try:
+        with tempfile.TemporaryDirectory(prefix=".tmp-pipeline-", dir=folder.parent) as made:
+            staged = Path(made, "hub")
+            if not alone:
+                atomic.hard_link_tree(folder, staged)
+            staged.mkdir(exist_ok=True)
             for file in filter(Path.is_file, alone):
                 atomic.hard_link(file, staged / file.name)
-        else:
-            atomic.hard_link_tree(folder, staged)
-        for file in staged.rglob("*.json"):
-            content = untrusted.read_json(file)
-            if isinstance(content, dict) and "_name_or_path" in content:  # where this machine had it
-                del content["_name_or_path"]
-                atomic.write_whole(file, json.dumps(content, indent=2))
-        atomic.write_whole(staged / "README.md", card(staged, repo_id, run_dir))
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        message = f"Upload of sd_lightning {version('sd-lightning')}"
-        api.upload_folder(repo_id=repo_id, folder_path=staged, commit_message=message)
-    return f"{api.endpoint}/{repo_id} ({'private' if private else 'public'})"
+            for file in staged.rglob("*.json"):
+                content = untrusted.read_json(file)
+                if isinstance(content, dict) and "_name_or_path" in content:  # where this machine had it
+                    del content["_name_or_path"]
+                    atomic.write_whole(file, json.dumps(content, indent=2))
+            atomic.write_whole(staged / "README.md", card(staged, repo_id, run_dir))
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            who = "private" if api.model_info(repo_id).private else "public"  # one that was there keeps what it is
+            message = f"Upload of sd_lightning {version('sd-lightning')}"
+            api.upload_folder(repo_id=repo_id, folder_path=staged, commit_message=message)
+    except Exception as error:  # after hours of training: of whatever type
+        log.warning("not uploaded to %s (%s); %s", repo_id, first_line(error), again)
+        return 1
+    print(f"{'hub':<18} {api.endpoint}/{repo_id} ({who})")
+    return 0
 
 
 def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
@@ -152,11 +163,13 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     if run_dir is not None:
         settings = untrusted.read_yaml(run_dir / "config.yaml")
         summary = read_json(run_dir / "summary.json") if (run_dir / "summary.json").is_file() else {}
-    source, prompt = _source(settings), settings.get("instance_prompt")
+    source, subjects = _source(settings), settings.get("subjects") or [{"prompt": settings.get("instance_prompt")}]
+    prompts = [each["prompt"] for each in subjects if each.get("prompt")]
     pictures = [] if run_dir is None else _pictures(run_dir, folder)
     weights = next((name for name in (LORA_NAME, LORA_FILE_NAME) if (folder / name).is_file()), None)
-    tags = ["text-to-image", "diffusers", "diffusers-training", *(["dreambooth"] if prompt else [])]
-    optional: dict[str, Any] = {"instance_prompt": prompt, "widget": pictures, _RUN: run_dir and runs.run_id(run_dir)}
+    tags = ["text-to-image", "diffusers", "diffusers-training", *(["dreambooth"] if prompts else [])]
+    optional: dict[str, Any] = {"instance_prompt": ", ".join(prompts), "widget": pictures}
+    optional[_RUN] = run_dir and runs.run_id(run_dir)
     header = ModelCardData(
         library_name="diffusers",
         pipeline_tag="text-to-image",
@@ -171,7 +184,7 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     told = {key: f"{each:.4g}" if isinstance(each, float) else each for key, each in told.items()}
     rows = [f"| {key} | {value} |" for key, value in told.items() if value not in (None, False, "", "None")]
     what = f"{'LoRA adapters' if weights else 'A model'}{f' for {base}' if base else ''}, trained with sd_lightning."
-    trigger = ["## Trigger words", f"Write `{prompt}` to get the subject."] if prompt else []
+    trigger = ["## Trigger words", *(f"Write `{prompt}` to get the subject." for prompt in prompts)]
     licence = source.get("license_link") or source.get("license")
     return "\n\n".join(
         [
@@ -179,9 +192,9 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
             f"# {repo_id.partition('/')[2]}",
             *(["<Gallery />"] if pictures else []),
             what,
-            *trigger,
-            "## Use it with diffusers",
-            f"```python\n{_usage(folder, repo_id, base, weights)}\n```",
+            *(trigger if prompts else []),
+            "## How to use it",
+            _usage(folder, repo_id, base, weights),
             "## What it was trained with, and what was measured",
             "\n".join(["| | |", "|---|---|", *rows]),
             *(["## Licence", f"That of the model it was made from: {licence}."] if licence else []),
@@ -194,19 +207,27 @@ def _usage(folder: Path, repo_id: str, base: Any, weights: str | None) -> str:
     if one_file.is_file():
         name = read_json(one_file)["_class_name"]
         url = f"https://huggingface.co/{repo_id}/blob/main/model.safetensors"
-        return f'from diffusers import {name}\n\npipeline = {name}.from_single_file("{url}")'
+        return f'```python\nfrom diffusers import {name}\n\npipeline = {name}.from_single_file("{url}")\n```'
+    if weights == LORA_FILE_NAME:  # diffusers does not know the names of all families
+        return f"Put `{weights}` where your program looks for LoRA (`models/loras` of ComfyUI), at strength 1."
     model = repo_id if weights is None else base or "<the model that it was trained on>"
-    lines = ["from diffusers import DiffusionPipeline", "", f'pipeline = DiffusionPipeline.from_pretrained("{model}")']
+    lines = [
+        "```python",
+        "from diffusers import DiffusionPipeline",
+        "",
+        f'pipeline = DiffusionPipeline.from_pretrained("{model}")',
+    ]
     if weights is not None:
         lines.append(f'pipeline.load_lora_weights("{repo_id}", weight_name="{weights}")')
         if (folder / WORD_NAME).is_file():
             lines.append(f'pipeline.load_textual_inversion("{repo_id}", weight_name="{WORD_NAME}")')
-    return "\n".join(lines)
+    return "\n".join([*lines, "```"])
 
 
 def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return base model and licence: from the card of the model that a run started from, else of its architecture."""
     from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     known = {name: each for family in FAMILIES.values() for name, each in family.architectures.items()}
     base, own = _at(settings, "model.pretrained"), known.get(str(_at(settings, "model.architecture")))
@@ -214,18 +235,21 @@ def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not base or "://" in base:
         return found
     is_local = os.path.exists(base) or base.startswith((".", "/", "~")) or base.count("/") != 1
-    data: Any = None
+    data, name = None, None if is_local else base
     try:
         if not is_local:
             data = HfApi().model_info(base).card_data
         elif Path(base, "README.md").is_file():
             data = ModelCard.load(Path(base, "README.md")).data
+            name = data.get("base_model")
     except Exception as error:
-        log.warning("%s: its model card cannot be read (%s); the licence is told as it is known here", base, error)
+        if isinstance(error, RepositoryNotFoundError):  # a folder that is gone, or nobody else's
+            name = None
+        why = first_line(error)
+        log.warning("%s: its model card cannot be read (%s); the licence is told as it is known here", base, why)
     keys = ("license", "license_name", "license_link")
     if data is not None and data.get("license"):
         found = {key: data.get(key) for key in keys if data.get(key)}
-    name = data and data.get("base_model") if is_local else base
     if name and found.get("license_link", "://").find("://") < 0:
         found["license_link"] = f"https://huggingface.co/{name}/blob/main/{found['license_link']}"
     return found | ({"base_model": name} if name else {})

@@ -87,8 +87,8 @@ class CaptionOptions:
             if self.shuffle_tags:
                 drawn.sort(key=lambda each: each[1])
             caption = f"{self.tag_separator.strip()} ".join([*kept, *(tag for _, _, tag in drawn)])
-        behind = "" if re.match(r"[,.;:!?]", self.caption_suffix) else " "
-        return f"{self.caption_prefix} {caption}{behind}{self.caption_suffix}".strip()
+        behind = "" if re.match(r"\s*[,.;:!?]", self.caption_suffix) else " "
+        return f"{self.caption_prefix.rstrip()} {caption}{behind}{self.caption_suffix.lstrip()}".strip()
 
 
 def _choice(choices: Sequence[str], number: float) -> str:

@@ -199,8 +199,7 @@ class SDDataModule(LightningDataModule):
             for line in order.described():
                 log.info("data: %s", line)
             if self.images.masked_loss == "files":
-                counts = (self.source_train.num_masks, len(self.source_train.distinct))
-                log.info("data: %d of %d images have a mask; of the others everything counts", *counts)
+                log.info("data: %d images have a mask; of others everything counts", self.source_train.num_masks)
             if self.source_train.latents is None or self.images.changed_captions:  # of a store, precompute has told
                 truncated, written = self._module().latent_diffusion.truncated, self.images.written
                 tell_of_long_captions(self.source_train, lambda captions: truncated([*map(written, captions)]))

@@ -258,7 +258,7 @@ def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
 
     def as_is(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, enabled=False):
-            return decode(latents.to(dtype), *args, **kwargs)
+            return decode(latents.to(device, dtype), *args, **kwargs)  # diffusers moves them to where weights are
 
     vae.decode = as_is  # type: ignore[assignment]
     try:

@@ -31,16 +31,17 @@ from sd_lightning.models.components import (
 )
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.families.sampling import scheduler_names
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import (
-    MAGNITUDE,
+    Adapters,
     LoraFile,
     adapted_weights,
+    add_adapter_,
     check_settings,
     layer_adapters,
     merged_state_dict,
     on_host,
 )
-from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_base import compare_bases
 from sd_lightning.models.lora_formats import Shapes, read_adapters
 from sd_lightning.models.pipeline_folder import (
@@ -56,7 +57,7 @@ from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.quantization.tensor_parallel import Plan, check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
-from sd_lightning.storage.streamed_tensor import tensors_in, write_tensors
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
 TINY_VAE, TINY_TOKENIZER = ASSETS / "tiny" / "vae", ASSETS / "tiny" / "tokenizer"
@@ -172,7 +173,8 @@ def load_parts(
     weights: dict[str, DeferredWeights] = {}
     unread: dict[str, Callable[[], tuple[nn.Module, Component, DeferredWeights]]] = {}
     bases: dict[Path, dict[str, list[float]]] = {}
-    states: dict[Path, dict[str, torch.Tensor] | None] = {}
+    adapters: dict[str, dict[str, list[Adapter]]] = {}
+    """By network and weight."""
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
         raise UsageError(f"lora={lora}: {root} has these adapters already; leave lora out")
@@ -181,10 +183,10 @@ def load_parts(
         on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
         for file in files:
             bases[file] = check_settings(file)
-            states[file] = _front_end_state(on_meta, file)
-            if states[file] is None:
-                check_fits(on_meta, file, f"lora={lora}" if file == lora else str(file))
-    adapters = readable_adapters(on_meta, states) if files else None
+            for name, layers in read_lora(on_meta, file, f"lora={lora}" if file == lora else str(file)).items():
+                for layer, each in layers.items():
+                    adapters.setdefault(name, {}).setdefault(f"{layer}.weight", []).append(each)
+    is_dora = any(each.magnitude is not None for several in adapters.values() for s in several.values() for each in s)
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
         if name == "vae" and vae is not None:
@@ -203,24 +205,20 @@ def load_parts(
             else:
                 stored.fill_(network, torch.device("cpu"))
             return network, described
-        if not files or adapters is not None:
-            unread[name] = partial(
-                _defer, component, root / name, variant, bases, None if adapters is None else adapters[name]
-            )
+        if not is_dora:
+            unread[name] = partial(_defer, component, root / name, variant, bases, adapters.get(name, {}))
             if name in family.named(deferred):
                 network, described, weights[name] = unread[name]()
                 return network, described
         network, described = load_network(component, root / name, variant=variant, as_saved=name in family.frozen)
         compare_bases(bases, root, name, network, None)
-        for weight, several in adapters[name].items() if adapters is not None else ():
+        for weight, several in adapters.get(name, {}).items():
             for each in several:
-                each.add_(network.get_parameter(weight).data.view(-1), 0)
+                add_adapter_(network.get_parameter(weight).data, each)
         return network, described
 
     parts = _from_folder(root, load)
     parts.deferred, parts.defer_denoiser = weights, unread.get(parts.family.denoiser)
-    for file in files if adapters is None else ():
-        _merge_adapters(parts, file, states[file])
     return parts
 
 
@@ -229,12 +227,12 @@ def _defer(
     folder: Path,
     variant: str | None,
     bases: Mapping[Path, Mapping[str, Sequence[float]]],
-    adapters: Mapping[str, list[Adapter]] | None,
+    adapters: Mapping[str, Sequence[Adapter]],
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Defer a network, with adapters merged in."""
     network, described, stored = defer_network(component, folder, variant=variant)
     compare_bases(bases, folder.parent, folder.name, network, stored)
-    return network, described, stored if adapters is None else stored.with_adapters(adapters)
+    return network, described, stored.with_adapters(adapters)
 
 
 def describe_parts(pretrained: str | Path, *, revision: str | None, vae: str | Path | None) -> PipelineParts:
@@ -361,143 +359,80 @@ _OF_SCHEDULER: dict[str, tuple[type, ...]] = {
 """Values that we read ourselves."""
 
 
-def layer_shapes(parts: PipelineParts) -> Shapes:
-    """Return the layers that may have adapters."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name in (each for each in parts.family.trainable if each in parts.networks):
-        weights = dict(parts.networks[name].named_parameters())
-        found[name] = {key: tuple(weights[f"{live}.weight"].shape) for live, key in parts.layer_keys(name).items()}
-    return found
-
-
-def _front_end_state(parts: PipelineParts, file: Path) -> dict[str, torch.Tensor] | None:
-    """Return a front end's adapters by diffusers' keys; None if diffusers has to read the file.
-
-    diffusers does not know the layers of some families in other front ends, and leaves out the magnitudes of DoRA.
-    """
-    stored = load_file(file)
-    if not all(key.startswith("lora_") for key in stored):
-        return None
-    read = read_adapters(stored, LoraFile.read(file).metadata, layer_shapes(parts), parts.family)
-    state: dict[str, torch.Tensor] = {}
-    for layer, each in ((f"{n}.{key}", each) for n, layers in (read or {}).items() for key, each in layers.items()):
-        state |= {
-            f"{layer}.lora_A.weight": each.down,
-            f"{layer}.lora_B.weight": each.up.float() * (each.alpha / len(each.down)),
-        }
-        if each.magnitude is not None:  # peft's is (1, O, 1, 1) for convolutions
-            ones = [1] * (each.down.dim() - 2)
-            state[f"{layer}.{MAGNITUDE}"] = each.magnitude.reshape(*ones[:1], -1, *ones)
-    return state or None
-
-
-def readable_adapters(
-    on_meta: PipelineParts, files: Mapping[Path, dict[str, torch.Tensor] | None]
-) -> dict[str, dict[str, list[Adapter]]] | None:
-    """Read adapters of any format, by network and weight, to merge them into weights as these are read.
+def read_lora(parts: PipelineParts, file: Path, who: str) -> Adapters:
+    """Return the adapters of a LoRA file of any format, by network and by the layer's name in memory.
 
     Args:
-        on_meta: Gets the adapters.
-        files: LoRA files that fit it, each with the tensors to take instead, if there are.
-
-    Returns:
-        None if one is not plain LoRA: diffusers has to merge it.
-    """
-    pipeline = on_meta.pipeline()
-    with contextlib.ExitStack() as stack:
-        for network in on_meta.networks.values():
-            stack.enter_context(on_host(network))
-        for file, state in files.items():
-            _load_adapters(pipeline, file, state)
-    found = {name: layer_adapters(network) for name, network in on_meta.networks.items()}
-    return None if None in found.values() else {name: each or {} for name, each in found.items()}
-
-
-def _merge_adapters(parts: PipelineParts, file: Path, state: dict[str, torch.Tensor] | None) -> None:
-    """Merge the adapters of a LoRA file into the weights."""
-    pipeline = parts.pipeline()
-    _load_adapters(pipeline, file, state)
-    pipeline.fuse_lora()
-    pipeline.unload_lora_weights()
-
-
-def _load_adapters(pipeline: Any, file: Path, state: dict[str, torch.Tensor] | None) -> None:
-    try:
-        with no_progress_bar():
-            if state is None:
-                pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
-            else:
-                pipeline.load_lora_weights(state)
-    except Exception as error:  # values of unexpected types raise anything
-        raise _misfit(str(file), first_line(error)) from error
-
-
-def check_fits(parts: PipelineParts, file: Path, who: str) -> None:
-    """Check that every adapter of a file has its layer: diffusers would leave out the others without an error.
+        parts: A model without adapters, on the meta device.
+        file: The file.
+        who: What errors begin with.
 
     Raises:
-        UsageError: One has none, or one of another shape; the message begins with ``who``.
+        UsageError: The file is damaged, of another model, or of another kind of adapters.
     """
+    check_settings(file)
+    stored, metadata = load_file(file), LoraFile.read(file).metadata
+    shapes = {name: {k: tuple(v.shape) for k, v in each.named_parameters()} for name, each in parts.networks.items()}
+    keys = {name: parts.layer_keys(name) for name in parts.family.trainable if name in parts.networks}
+    of_file = {name: {key: shapes[name][f"{live}.weight"] for live, key in each.items()} for name, each in keys.items()}
+    found = read_adapters(stored, metadata, of_file, parts.family)
+    if found is not None:
+        return {n: {live: layers[key] for live, key in keys[n].items() if key in layers} for n, layers in found.items()}
     try:
-        adapters = _read_adapters(parts, file)
-    except Exception as error:  # as above
-        raise _misfit(who, first_line(error)) from error
-    if not adapters:
-        raise _misfit(who, "the file has no LoRA adapter of them")
+        return _read_by_diffusers(parts, file, stored, shapes)
+    except Exception as error:  # values of unexpected types raise anything
+        raise UsageError(
+            f"{who}: {_origin(stored, metadata)}; expected adapters of layers of this {parts.pipeline_class} "
+            f"({first_line(error)}); give a file of this model, or the model that the file is of, copy the file again "
+            "if it is damaged, or delete it if it lies in the model's folder"
+        ) from error
+
+
+def _read_by_diffusers(
+    parts: PipelineParts, file: Path, stored: Mapping[str, torch.Tensor], shapes: Shapes
+) -> Adapters:
+    """Return the adapters of a file with names that only diffusers knows.
+
+    Raises:
+        ValueError: Some have no layer of their shape: diffusers would leave them out.
+    """
+    if any("dora_scale" in key for key in stored):
+        raise ValueError("DoRA with names that diffusers reads without its magnitudes")
+    pipeline = parts.pipeline()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_progress_bar())
+        for network in parts.networks.values():
+            stack.enter_context(on_host(network))
+        pipeline.load_lora_weights(file.parent, weight_name=file.name, use_safetensors=True)
+    found = {name: layers for name, each in parts.networks.items() if (layers := layer_adapters(each))}
+    pipeline.unload_lora_weights()
+    for name, layer, each in ((name, *item) for name, layers in found.items() for item in layers.items()):
+        shape = shapes[name][f"{layer}.weight"]
+        if (each.up.shape[0], *each.down.shape[1:]) != shape:
+            raise ValueError(f"{name}.{layer} has the shape {shape}")
     # Joined layers are several in diffusers, with as many rows in all.
-    rows = sum(each.shape[0] for key, each in tensors_in(file).items() if _UP_PROJECTION.search(key))
-    if (missing := rows - sum(up[0] for _, up in adapters.values())) > 0:
-        raise _misfit(
-            who, f"{missing} of the {rows} rows of its up projections are of layers that the model does not have"
-        )
-    shapes = {
-        f"{name}.{parts.components[name].file_keys([key])[key].removesuffix('.weight')}": tuple(value.shape)
-        for name, network in parts.networks.items()
-        for key, value in network.state_dict().items()
-    }
-    for name, (down, up) in adapters.items():
-        shape = shapes.get(name)
-        if shape is None:
-            raise _misfit(who, f"the model has no layer {name}")
-        if shape[1:] != down[1:] or shape[0] != up[0]:
-            raise _misfit(who, f"{name} has the shape {shape}, not {(up[0], *down[1:])}")
+    rows = sum(each.shape[0] for key, each in stored.items() if _UP_PROJECTION.search(key))
+    missing = rows - sum(len(each.up) for layers in found.values() for each in layers.values())
+    if missing > 0 or not rows:
+        raise ValueError(f"{missing} of the {rows} rows of its up projections are of layers that the model has not")
+    return found
 
 
 _UP_PROJECTION = re.compile(r"lora(_B|[._]up)(\.default)?\.weight$")
 
 
-def _read_adapters(parts: PipelineParts, file: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes of down and up projection by the name of the layer, as diffusers reads a file of any format."""
-    from diffusers.utils import (
-        convert_state_dict_to_diffusers,
-        convert_state_dict_to_peft,
-        convert_unet_state_dict_to_peft,
-    )
-
-    family = parts.family
-    config = parts.networks[family.denoiser].config
-    where = {"weight_name": file.name, "use_safetensors": True, "unet_config": config}
-    read = family.pipeline_type().lora_state_dict(file.parent, **where)
-    state: dict[str, torch.Tensor] = read[0] if isinstance(read, tuple) else read
-    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for network in sorted({key.partition(".")[0] for key in state}):
-        own = {key.removeprefix(f"{network}."): v for key, v in state.items() if key.startswith(f"{network}.")}
-        if family.is_text_encoder(network):
-            own = convert_state_dict_to_peft(convert_state_dict_to_diffusers(own))
-        else:
-            own = convert_unet_state_dict_to_peft(own)
-        for key, down in own.items():
-            layer, _, part = key.partition(".lora_A")
-            if part:
-                found[f"{network}.{layer}"] = tuple(down.shape), tuple(own[f"{layer}.lora_B{part}"].shape)
-    return found
-
-
-def _misfit(who: str, why: str) -> UsageError:
-    return UsageError(
-        f"{who}: these adapters do not fit the model ({why}); give adapters of a model of this architecture, copy the "
-        "file again if it is damaged, leave lora out, or delete the file if it lies in the model's folder"
-    )
+def _origin(stored: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the model that adapters are of, by the layers of the denoiser, or by what the file's header says."""
+    for family in families.FAMILIES.values():
+        own = {key: each for key, each in stored.items() if key.startswith((f"{family.denoiser}.", "lora_unet_"))}
+        for name, architecture in family.architectures.items() if own else ():
+            with torch.device("meta"):
+                weights = architecture.networks[family.denoiser].instantiate().named_parameters()
+            shapes = {family.denoiser: {key.removesuffix(".weight"): tuple(each.shape) for key, each in weights}}
+            if read_adapters(own, metadata, shapes, family):
+                return f"these are adapters of model={name}"
+    told = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
+    return f"its header says {told[:80]}" if told else "it has no adapters of a model that is known here"
 
 
 def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:

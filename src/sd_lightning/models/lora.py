@@ -339,24 +339,22 @@ def adapted_weights(network: nn.Module) -> dict[str, float]:
     }
 
 
-def layer_adapters(network: nn.Module) -> dict[str, list[Adapter]] | None:
-    """Return the adapters of a network by the plain names of their weights; None if one is not plain LoRA."""
-    found: dict[str, list[Adapter]] = {}
+def layer_adapters(network: nn.Module) -> dict[str, Adapter]:
+    """Return the adapters of a network, one of each layer, by its plain name.
+
+    Raises:
+        ValueError: One is neither LoRA nor DoRA.
+    """
+    found: dict[str, Adapter] = {}
     for name, module in network.named_modules():
         layer: Any = module
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
-            names = list(layer.lora_A)
-            if (
-                layer.lora_variant
-                or getattr(layer, "fan_in_fan_out", False)
-                or any(layer.lora_bias.values())
-                or not names
-            ):
-                return None
-            found[f"{name}.weight"] = [
-                Adapter(layer.lora_A[n].weight.detach(), layer.lora_B[n].weight.detach(), layer.scaling[n])
-                for n in names
-            ]
+            ((key, down),) = layer.lora_A.items()
+            norms = getattr(layer, MAGNITUDE)[key].weight.detach().view(-1) if layer.use_dora[key] else None
+            if any(layer.lora_bias.values()) or (key in layer.lora_variant and norms is None):
+                raise ValueError(f"the adapter of {name} is neither LoRA nor DoRA")
+            alpha = float(f"{layer.scaling[key] * len(down.weight):.12g}")
+            found[name] = Adapter(down.weight.detach(), layer.lora_B[key].weight.detach(), alpha, norms)
     return found
 
 
@@ -378,6 +376,14 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitud
         return merged
     factor = magnitude.float().reshape(-1) / torch.linalg.vector_norm(merged.flatten(1), dim=1)
     return merged * factor.view(-1, *[1] * (merged.dim() - 1))
+
+
+def add_adapter_(weight: Tensor, adapter: Adapter) -> None:
+    """Add an adapter to a weight in place."""
+    if adapter.magnitude is None:
+        adapter.add_(weight.view(-1), 0)
+    else:
+        weight.copy_(add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude))
 
 
 def unscaled(up: Tensor, scale: float) -> Tensor:
@@ -412,8 +418,8 @@ def check_settings(path: Path) -> dict[str, list[float]]:
     Raises:
         UsageError: The file is damaged, or a setting is none of plain LoRA.
     """
+    metadata = LoraFile.read(path).metadata
     try:
-        metadata = LoraFile.read(path).metadata
         settings, base = (parse_json(metadata.get(key, "{}")) for key in (METADATA, BASE_VALUES))
         unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
         base_values = {str(key): [float(value) for value in values] for key, values in base.items()}
@@ -431,19 +437,7 @@ def check_settings(path: Path) -> dict[str, list[float]]:
     return base_values
 
 
-class LayerAdapter(NamedTuple):
-    """An adapter: ``alpha / rank * up @ down``, with rows flattened, is added to a weight (O, ...)."""
-
-    down: Tensor
-    """(R, ...)"""
-    up: Tensor
-    """(O, R, ...)"""
-    alpha: float
-    magnitude: Tensor | None = None
-    """DoRA's (O,)."""
-
-
-Adapters = dict[str, dict[str, LayerAdapter]]
+Adapters = dict[str, dict[str, Adapter]]
 """By network and by the layer's name."""
 
 

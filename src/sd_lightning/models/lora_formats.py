@@ -28,10 +28,10 @@ from sd_lightning.models.lora import (
     SCALE,
     AdaptedLayer,
     Adapters,
-    LayerAdapter,
     LoraFile,
     unscaled,
 )
+from sd_lightning.storage.deferred_weights import Adapter
 from sd_lightning.storage.streamed_tensor import StreamedTensor, content_digest
 from sd_lightning.storage.untrusted import parse_json
 
@@ -151,20 +151,16 @@ def _prefix(network: str, family: Family) -> str:
 
 
 def _down(parts: _Parts, shape: tuple[int, ...]) -> Tensor:
-    joined = torch.zeros(shape)
-    for block, (part, _) in zip(joined.chunk(len(parts)), parts, strict=True):
-        if part is not None:
-            block.copy_(part.down.read())
-    return joined
+    none = torch.zeros(shape[0] // len(parts), *shape[1:])
+    return torch.cat([none if part is None else part.down.read() for part, _ in parts])
 
 
 def _up(parts: _Parts, shape: tuple[int, ...], scale: float) -> Tensor:
-    joined, row = torch.zeros(shape), 0
-    for block, (part, rows) in zip(joined.chunk(len(parts), dim=1), parts, strict=True):
-        if part is not None:
-            block[row : row + rows] = unscaled(part.up.read(), scale)
-        row += rows
-    return joined
+    rank = shape[1] // len(parts)
+    blocks = [
+        torch.zeros(rows, rank) if part is None else unscaled(part.up.read(), scale).flatten(1) for part, rows in parts
+    ]
+    return torch.block_diag(*blocks).view(shape)
 
 
 def _magnitudes(parts: _Parts, bases: Sequence[StreamedTensor]) -> Tensor:
@@ -212,7 +208,7 @@ def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: 
                 return None
             rank = settings.get(f"{network}.r", len(down))
             alpha = settings.get(f"{network}.lora_alpha", rank) / rank * trained * len(down)
-            found.setdefault(network, {})[layer] = LayerAdapter(
+            found.setdefault(network, {})[layer] = Adapter(
                 down.reshape(-1, *layers[layer][1:]),
                 unscaled(up.reshape(*_up_shape(layers[layer], len(down))), trained),
                 float(f"{alpha:.12g}"),
@@ -225,6 +221,9 @@ def _of_front_end(
     left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes, *, family: Family, front_end: FrontEnd
 ) -> Adapters | None:
     found: Adapters = {}
+    recorded = float("nan")
+    with suppress(ValueError):  # kohya's tools write "None", too
+        recorded = float(metadata.get("ss_network_alpha", "nan"))
     named = ((n, front_end_key(n, layer, family, front_end)) for n, layers in shapes.items() for layer in layers)
     for network, (key, layers) in {each[0]: (network, each) for network, each in named if each is not None}.values():
         if f"{key}.lora_up.weight" not in left:
@@ -238,7 +237,7 @@ def _of_front_end(
         blocks, ranks = up.flatten(1).split(rows), len(down) // len(layers)
         others = [b[:, j * ranks : (j + 1) * ranks] for i, b in enumerate(blocks) for j in range(len(rows)) if i != j]
         is_joined = len(down) == ranks * len(rows) and not any(each.any() for each in others)  # ours: block-diagonal
-        told = float(metadata.get("ss_network_alpha", "nan")) * (len(rows) if is_joined else 1)
+        told = recorded * (len(rows) if is_joined else 1)
         scale = 1.0 if alpha is None else alpha.item() / len(down)
         if alpha is not None and torch.tensor(told, dtype=alpha.dtype) == alpha:  # which may be rounded
             scale = told / len(down)
@@ -247,7 +246,7 @@ def _of_front_end(
             if len(layers) > 1 and not (down[own].any() or block[:, own].any()):
                 continue  # it has none
             rank, scaled = len(down[own]), None if norms is None else norms.reshape(-1).split(rows)[i]
-            found.setdefault(network, {})[layer] = LayerAdapter(
+            found.setdefault(network, {})[layer] = Adapter(
                 down[own].reshape(rank, *weight[1:]),
                 block[:, own].reshape(*_up_shape(weight, rank)),
                 float(f"{scale * rank:.12g}"),

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import FAMILIES
-from sd_lightning.models.loading import PipelineParts, check_fits, layer_shapes, readable_adapters
+from sd_lightning.models.loading import PipelineParts, read_lora
 from sd_lightning.models.lora import (
     WEIGHTS_NAME,
-    Adapters,
-    LayerAdapter,
     Lora,
-    LoraFile,
-    check_settings,
     layer_names,
     matching,
 )
-from sd_lightning.models.lora_formats import FILE_NAME, read_adapters
+from sd_lightning.models.lora_formats import FILE_NAME
 from sd_lightning.storage import far_runs, runs
 
 
@@ -43,6 +34,11 @@ def find_lora(path: str, *, who: str) -> Path:
         )
     candidates = [root, root / WEIGHTS_NAME, root / FILE_NAME]
     if found := next((file for file in candidates if file.is_file()), None):
+        if found.suffix != ".safetensors":
+            raise UsageError(
+                f"{who}={path}: expected a LoRA file in safetensors; others may hold code, as those of torch.save; "
+                "save its tensors with safetensors.torch.save_file"
+            )
         return found
     file = runs.find_pipeline(path, who=who) / WEIGHTS_NAME
     if not file.is_file():
@@ -69,7 +65,7 @@ def going_on(
         UsageError: The file has no adapters of the model or several ranks, or a setting contradicts it.
     """
     who = f"init_lora={file}"
-    adapters = read_start(file, parts)
+    adapters = read_lora(parts, file, who)
     texts = [name for name in adapters if parts.family.is_text_encoder(name)]
     if texts and not train_text_encoder:
         raise UsageError(
@@ -98,44 +94,6 @@ def going_on(
     return replace(lora, init=file, **values)
 
 
-def read_start(file: Path, parts: PipelineParts) -> Adapters:
-    """Return the adapters of a file, by network and by the layer's name in memory.
-
-    Args:
-        file: The file.
-        parts: A model without adapters, on the meta device; diffusers may load the adapters into it.
-
-    Raises:
-        UsageError: The file is damaged, or of another model.
-    """
-    who = f"init_lora={file}"
-    metadata = LoraFile.read(file).metadata  # raises if it is damaged
-    check_settings(file)
-    stored = load_file(file)
-    found = read_adapters(stored, metadata, layer_shapes(parts), parts.family)
-    if found is not None:
-        in_memory = {n: {key: live for live, key in parts.layer_keys(n).items()} for n in found}
-        return {n: {in_memory[n][key]: each for key, each in layers.items()} for n, layers in found.items()}
-    try:
-        check_fits(parts, file, who)
-        read = None if any("dora_scale" in key for key in stored) else readable_adapters(parts, {file: None})
-    except UsageError as error:
-        raise UsageError(
-            f"{who}: {_origin(stored, metadata)}; expected adapters of layers of this {parts.pipeline_class}; give a "
-            "file of this model, or that model with model= and model.pretrained="
-        ) from error
-    if read is None:
-        raise UsageError(f"{who}: DoRA with names that nothing reads without loss; give a file of plain LoRA")
-    return {
-        name: {
-            key.removesuffix(".weight"): LayerAdapter(each.down, each.up, float(f"{each.scale * len(each.down):.12g}"))
-            for key, (each,) in layers.items()
-        }
-        for name, layers in read.items()
-        if layers
-    }
-
-
 def _endings(layers: Collection[str], others: Collection[str]) -> list[str]:
     """Return the shortest endings of names that these layers have, and no others."""
     found: dict[str, None] = {}
@@ -144,17 +102,3 @@ def _endings(layers: Collection[str], others: Collection[str]) -> list[str]:
         endings = [".".join(parts[-count:]) for count in range(1, len(parts) + 1) if not parts[-count].isdecimal()]
         found[next((each for each in endings if matching([each], others) <= set(layers)), layer)] = None
     return list(found)
-
-
-def _origin(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the model that adapters are of, by the layers of the denoiser, or by what the file's header says."""
-    for family in FAMILIES.values():
-        own = {key: each for key, each in stored.items() if key.startswith((f"{family.denoiser}.", "lora_unet_"))}
-        for name, architecture in family.architectures.items() if own else ():
-            with torch.device("meta"):
-                weights = architecture.networks[family.denoiser].instantiate().named_parameters()
-            shapes = {family.denoiser: {key.removesuffix(".weight"): tuple(each.shape) for key, each in weights}}
-            if read_adapters(own, metadata, shapes, family):
-                return f"these are adapters of model={name}"
-    told = metadata.get("modelspec.architecture") or metadata.get("ss_base_model_version")
-    return f"its header says {told[:80]}" if told else "it has no adapters of a model that is known here"

@@ -35,9 +35,16 @@ def trigger_word(model: LatentDiffusion, captions: Sequence[str], class_prompts:
     return max(shared, key=rarity, default=None)
 
 
-def tell_of_trigger_word(model: LatentDiffusion, word: str, captions: Sequence[str]) -> None:
-    """Log how tokenizers read a trigger word; warn if it means something already, or is cut off in a caption."""
-    told = []
+def tell_of_trigger_word(model: LatentDiffusion, captions: Sequence[str], class_prompts: Iterable[str] = ()) -> None:
+    """Log how tokenizers read the trigger word; warn if it means something already, or is cut off in a caption."""
+    word, told = trigger_word(model, captions, class_prompts), []
+    if word is None:
+        log.info(
+            "trigger word: the captions of a subject, such as %r, share no word that could name it; write "
+            "'data.caption_prefix=\"sks,\"' for one in front of all of them",
+            captions[0],
+        )
+        return
     for name, tokenizer in _tokenizers(model).items():
         tokens = _tokens(tokenizer, word)
         place = f", number {tokens[0]} of {len(tokenizer)}" if len(tokens) == 1 else ""

@@ -29,16 +29,22 @@ def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 class Adapter(NamedTuple):
-    """A low-rank change of a weight (O, …): ``scale * up @ down``, with rows flattened (arXiv 2106.09685)."""
+    """A low-rank change of a weight (O, …): ``alpha / rank * up @ down``, with rows flattened (arXiv 2106.09685)."""
 
     down: Tensor
     """(R, …)"""
     up: Tensor
     """(O, R, …)"""
-    scale: float
+    alpha: float
+    magnitude: Tensor | None = None
+    """DoRA's (O,)."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / len(self.down)
 
     def add_(self, values: Tensor, begin: int) -> None:
-        """Add the change to a flat range of the weight that begins there."""
+        """Add the change, without DoRA, to a flat range of the weight that begins there."""
         down, end = self.down.float().flatten(1), begin + values.numel()
         first, last = begin // down.shape[1], -(-end // down.shape[1])
         change = (self.up[first:last].float().flatten(1) @ down).view(-1)

@@ -14,6 +14,7 @@ from torch import nn
 from sd_lightning._launchers import is_first_process
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
+from sd_lightning.models.loading import read_lora
 from sd_lightning.models.lora import (
     Adapters,
     Lora,
@@ -24,7 +25,6 @@ from sd_lightning.models.lora import (
     weight_names,
 )
 from sd_lightning.models.lora_base import compare_bases
-from sd_lightning.models.lora_start import read_start
 from sd_lightning.models.meta import meta_twin, unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
@@ -86,7 +86,7 @@ def choose_trained(
 
 def _start(model: LatentDiffusion, networks: Mapping[str, nn.Module], file: Path) -> Adapters:
     """Return the adapters that the training goes on from, and warn if they are of other weights."""
-    adapters, bases = read_start(file, meta_twin(model)), {file: check_settings(file)}
+    adapters, bases = read_lora(meta_twin(model), file, f"init_lora={file}"), {file: check_settings(file)}
     for name, network in networks.items():
         compare_bases(bases, "this model", name, network, model.deferred.get(name))
     return adapters

@@ -178,13 +178,14 @@ def find_subjects(
         )
     found: list[Subject] = []
     for given in subjects or [{"dir": str(folder), "prompt": prompt}]:
-        number = given.get("repeats", 1)
-        is_whole = number is None or (isinstance(number, int) and number >= 1)
+        number, texts = given.get("repeats"), [given.get(name) for name in _SUBJECT - {"repeats"}]
+        is_whole = number is None or (type(number) is int and number >= 1)
+        is_text = given.get("dir") and all(text is None or isinstance(text, str) for text in texts)
         is_twin = given.get("prompt") in {other.prompt for other in found if other.prompt}
-        if not {"dir"} <= given.keys() <= _SUBJECT or not is_whole or is_twin:
+        if not given.keys() <= _SUBJECT or not is_whole or not is_text or is_twin:
             raise UsageError(
-                f"dreambooth got the subject {dict(given)}; expected {', '.join(sorted(_SUBJECT))}, of which dir has "
-                f"to be there, repeats of at least 1, and a prompt of its own with another rare word; write {example}"
+                f"dreambooth got the subject {dict(given)}; expected {', '.join(sorted(_SUBJECT))}, texts of which dir "
+                f"has to be there, repeats of at least 1, a prompt of its own with another rare word; write {example}"
             )
         found.append(Subject(**given))
     return found
@@ -217,7 +218,7 @@ def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: st
     """Return the photos of a subject; those in ``10_sks dog/`` are listed ten times.
 
     Args:
-        folder: Folder of photos, or of kohya folders with photos.
+        folder: Folder of photos, or of kohya folders with photos, or one of these.
         prompt: Caption of all photos. Without it, a photo's caption is the first line of the caption file beside it, or
             the text in the name of its kohya folder.
         caption_extension: Ending of the caption files.
@@ -232,13 +233,12 @@ def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: st
             f"{who}, which is not a folder; expected a folder with a few photos of the subject; write "
             "instance_data_dir=<folder>"
         )
-    photos = [Picture(str(path), _caption(path, prompt, None, extension)) for path in photos_in(root)]
-    for part in sorted(path for path in root.iterdir() if path.is_dir()):
-        kohya = KOHYA_FOLDER.fullmatch(part.name)
-        if kohya and int(kohya[1]) > 0:
-            of_folder = kohya[2].strip()
-            pictures = [Picture(str(path), _caption(path, prompt, of_folder, extension)) for path in photos_in(part)]
-            photos += pictures * int(kohya[1])
+    photos: list[Picture] = []
+    for part in (root, *sorted(path for path in root.iterdir() if path.is_dir())):
+        kohya = KOHYA_FOLDER.fullmatch(part.absolute().name)
+        number = 1 if part is root else int(kohya[1]) if kohya else 0
+        captions = {path: _caption(path, prompt, kohya and kohya[2], extension) for path in photos_in(part) if number}
+        photos += [Picture(str(path), caption) for path, caption in captions.items()] * number
     if len(set(photos)) < _LEAST_PHOTOS:
         found = f"one photo ({photos[0].path})" if photos else "no photos"
         ignored = ignored_photos(root)
@@ -336,11 +336,17 @@ def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Pat
     With one class prompt, pictures directly in ``class_data_dir`` are used, where diffusers' scripts put them.
 
     Raises:
-        UsageError: There are such pictures, and several prompts that they could belong to.
+        UsageError: There are such pictures, and several prompts they could belong to; or kohya's folders.
     """
     root = Path(folder)
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "class"
     own = root / f"{slug}-{hashlib.sha256(prompt.encode()).hexdigest()[:6]}"
+    kohya = [part for part in sorted(root.glob("*_*")) if KOHYA_FOLDER.fullmatch(part.name) and images_in(part)]
+    if kohya:
+        raise UsageError(
+            f"dreambooth got class_data_dir={folder} with pictures in kohya's folder {kohya[0].name}; expected them in "
+            f"the folder itself; write 'class_data_dir={kohya[0]}'"
+        )
     if not images_in(root):
         return own
     if len(set(prompts)) > 1:
@@ -372,8 +378,7 @@ def _caption(path: Path, prompt: str | None, of_folder: str | None, extension: s
     """Return the caption of a photo, "" if it has none."""
     if prompt:
         return prompt
-    beside = path.with_suffix(extension)
-    captions: list[str] = []
+    beside, captions = path.with_suffix(extension), [(of_folder or "").strip()]
     other = next((each for each in (".txt", ".caption") if path.with_suffix(each).is_file()), None)
     if other and not beside.is_file():
         raise UsageError(
@@ -382,9 +387,9 @@ def _caption(path: Path, prompt: str | None, of_folder: str | None, extension: s
         )
     if beside.is_file():
         try:
-            captions = read_captions(beside)
+            captions = read_captions(beside) or captions
         except BadSample as reason:
             raise UsageError(
                 f"dreambooth cannot read the caption of {path}: {reason}, or write instance_prompt=<caption of all>"
             ) from reason
-    return captions[0] if captions else of_folder or ""
+    return captions[0]

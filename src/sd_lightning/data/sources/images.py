@@ -259,6 +259,7 @@ class ImageFolder(EncodedImages):
         for folder, names in self._folders():
             kohya = KOHYA_FOLDER.fullmatch(os.path.basename(folder)) if self._folder_repeats else None
             present, count = set(names), int(kohya[1]) if kohya else 1
+            captioned = set(masks.without_masks(folder, names)) if kohya else set()  # by the folder
             for name in names:
                 path, caption = os.path.join(folder, name), self._sidecar(name)
                 if os.path.splitext(name)[1].lower() in OTHER_SUFFIXES and caption in present:
@@ -268,7 +269,7 @@ class ImageFolder(EncodedImages):
                 problem = file_problem(path)
                 if caption in present:
                     problem = problem or file_problem(self._sidecar(path), max_bytes=MAX_CAPTION_BYTES)
-                elif kohya is not None and not self._other_captions(name, present):
+                elif kohya is not None and name in captioned and not self._other_captions(name, present):
                     self._of_folder[path] = kohya[2].strip()
                 else:
                     problem = self._without_caption(folder, name, present)

@@ -66,7 +66,7 @@ def find_masks(paths: Iterable[str], masked_loss: MaskedLoss, where: str) -> dic
         has_any = any(map(_is_transparent, images[:: max(len(images) // _LOOKED_AT, 1)]))
     else:
         folders = dict.fromkeys(map(os.path.dirname, images)) if masked_loss == "files" else ()
-        masks = {path: mask for each in folders for path, mask in masks_in(each, os.listdir(each)).items()}
+        masks = {path: mask for each in folders for path, mask in masks_in(each, os.listdir(each or ".")).items()}
         found = {path: masks[path] for path in images if path in masks}
         has_any = bool(found)
     if not has_any and masked_loss != "none":

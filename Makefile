@@ -45,9 +45,12 @@ help:
 	"$(PYTHON)" -m venv "$*"
 
 # DS_BUILD_OPS=0: deepspeed compiles its kernels when they are first used, not here.
+# For one test, in a process of its own: it needs torchvision, which fits one build of torch, or breaks Lightning.
+TORCH_FIDELITY := build/torch-fidelity
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing sd_lightning and the tested versions of constraints.txt into $(VENV); PyTorch is a large download"
 	DS_BUILD_OPS=0 $(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[all,test]'
+	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -q --no-deps --upgrade --target "$(TORCH_FIDELITY)" -c constraints.txt torch-fidelity
 	@touch "$(STAMP)"
 
 install: $(STAMP)

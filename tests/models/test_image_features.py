@@ -1,6 +1,7 @@
 """Networks that read pictures: against transformers, torchmetrics and torch-fidelity, and what is refused."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from PIL import Image
 from torchmetrics.functional.multimodal import clip_score
 
-from feature_networks import save_clip, save_dinov2, save_inception, save_siglip
+import inception_check
+from feature_networks import save_clip, save_dinov2, save_siglip
 from sd_lightning import UsageError
 from sd_lightning.models.image_features import ImageFeatures, read_image_features
 
@@ -37,26 +39,10 @@ def read(path: Path) -> ImageFeatures:
 
 
 def test_inception_gives_the_features_of_torchmetrics_fid(tmp_path: Path) -> None:
-    pytest.importorskip("torch_fidelity", reason="pip install 'sd-lightning[fid]'")
-    from torchmetrics.image.fid import FrechetInceptionDistance
-
-    features = read(file := save_inception(tmp_path / "inception.pth"))
-    metric = FrechetInceptionDistance(feature_extractor_weights_path=file)
-    small = [image.resize((48, 64)) for image in pictures()]
-    found = features.images(small)
-    stacked = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in small])
-    assert found.shape == (2, features.num_features) == (2, 2048)
-    torch.testing.assert_close(found, metric.inception(stacked).double(), rtol=1e-4, atol=1e-5)
-    assert float(found.std(0).max()) > 1e-2
-    assert (features.metric("F"), features.metric("K"), features.tokenizer) == ("FID", "KID", None)
-
-    weights = torch.load(file)
-    torch.save(weights | {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)}, tmp_path / "other.pth")
-    torch.save({**weights, "code": Path("/")}, tmp_path / "code.pth")
-    (tmp_path / "text.pth").write_text("no weights")
-    for name, message in {"other": "size mismatch for fc.weight", "code": "Weights only load", "text": ""}.items():
-        with pytest.raises(UsageError, match=f"features=.*{name}.pth gives no features of pictures: .*{message}"):
-            read(tmp_path / f"{name}.pth")
+    done = subprocess.run(
+        [sys.executable, inception_check.__file__, tmp_path], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_inception_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """FID's Inception against torchmetrics' FID, in a process of its own: ``python inception_check.py <folder>``.
 
-torch-fidelity is real, from the folder where `make install` puts it. Its torchvision is none: torchvision belongs to one
-build of torch, and with another one `import torchmetrics` fails. Inception uses nothing of it.
+torch-fidelity is real, from the folder where `make install` puts it. Its torchvision is none: torchvision belongs to
+one build of torch, and with another one `import torchmetrics` fails. Inception uses nothing of it.
 """
 
 import sys

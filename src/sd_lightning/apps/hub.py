@@ -95,8 +95,7 @@ def check(repo_id: str, run_dir: Path | None, *, private: bool) -> None:
     if problem:
         raise UsageError(f"push_to_hub={repo_id}: {problem}")
     if not (private if found is None else found.private):
-        shown = "the newest samples and their prompts, which may be captions of the data"
-        log.warning("push_to_hub=%s is public: everybody will see its card, with %s", repo_id, shown)
+        log.warning("push_to_hub=%s is public, with the newest samples and their prompts or captions", repo_id)
 
 
 def _missing_right(me: Mapping[str, Any], owner: str, repo_id: str) -> str:
@@ -267,8 +266,7 @@ def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
             data = ModelCard.load(Path(base, "README.md")).data
             name = data.get("base_model")
     except Exception as error:  # it may be a folder that is gone
-        why = first_line(error)
-        log.warning("%s: its model card cannot be read (%s); the licence is told as it is known here", base, why)
+        log.warning("%s: its model card cannot be read (%s); its licence is as known here", base, first_line(error))
     keys = ("license", "license_name", "license_link")
     if data is not None and data.get("license"):
         found = {key: data.get(key) for key in keys if data.get(key)}

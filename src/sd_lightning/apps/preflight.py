@@ -189,9 +189,10 @@ def _with_its_adapters(spec: RunSpec, parts: Mapping[str, Any]) -> RunSpec:
     if began is None or spec.lora is None:
         return spec
     kept = {k: v for k, v in parts.items() if k.startswith("lora.") and k not in spec.overridden | {"lora.base"}}
+    kept["init_lora"] = began  # or it could not be resumed again
     if "$" in str(kept):
         raise UsageError(f"resume={spec['resume']}: its checkpoint has {kept}; copy it again")
-    return spec.with_settings(kept | {"init_lora": began})  # or it could not be resumed again
+    return spec.with_settings(kept)
 
 
 def adopted(spec: RunSpec) -> tuple[dict[str, str | None], bool]:

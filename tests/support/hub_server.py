@@ -30,7 +30,7 @@ class Hub:
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     fails: str = ""
-    """Requests whose path contains it end with 500."""
+    """Requests whose path contains it end with 507, after which the client does not try again."""
     requests: list[str] = field(default_factory=list)
 
     def header(self, repo: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def hub_server() -> Iterator[Hub]:
                 self.answer(401, {"error": "Invalid credentials"})
                 return False
             if hub.fails and hub.fails in self.path:
-                self.answer(500, {"error": "it fails"})
+                self.answer(507, {"error": "it fails"})
                 return False
             return True
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,11 @@ from safetensors.torch import load_file
 import small_training
 from glyph import write_photos
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.apps import hub
 from sd_lightning.data.builders import dreambooth_data
 from sd_lightning.models.families import Architecture
 from sd_lightning.models.learned_token import WEIGHTS_NAME, LearnedEmbedding, LearnedToken
+from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import Lora
 from small_models import SMALL_SDXL
 
@@ -83,7 +86,7 @@ def test_sdxl_learns_a_word_in_each_encoder_and_pools_where_captions_end() -> No
 
 @pytest.mark.parametrize("architecture", ["tiny", SMALL_SDXL], ids=["tiny", "sdxl"])
 def test_diffusers_draws_with_the_word_in_the_pipeline_or_in_a_file_beside_the_model(
-    architecture: str | Architecture, tmp_path: Path
+    architecture: str | Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from diffusers import DiffusionPipeline
 
@@ -105,10 +108,12 @@ def test_diffusers_draws_with_the_word_in_the_pipeline_or_in_a_file_beside_the_m
         first = getattr(base, name).get_input_embeddings().weight
         assert torch.equal(file[key][0], words[-1]) and torch.equal(words[:-1], first)
         assert not torch.equal(words[-1], first.mean(0)), "it has been learned"
-        tokenizer = getattr(base, name.replace("text_encoder", "tokenizer"))
-        base.load_textual_inversion(file[key], token="S*", text_encoder=getattr(base, name), tokenizer=tokenizer)
-    for pipeline in (whole, base):
-        pipeline.load_lora_weights(folder)
+    whole.load_lora_weights(folder)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(folder / name))
+    card = hub._usage(folder, str(folder), str(tmp_path / "base"), LORA_NAME, "S*", module.latent_diffusion.family)
+    told: dict[str, Any] = {}
+    exec(card.removeprefix("```python").removesuffix("```"), told)  # what the model card says
+    base = told["pipeline"]
     assert np.abs(draw(whole) - draw(base)).max() < 1e-5
     assert np.abs(draw(whole) - draw(whole, "a handwritten digit")).max() > 1e-3, "the word matters"
 

@@ -201,12 +201,21 @@ def test_one_of_two_processes_evaluates(call_main: Any, networks: Path) -> None:
     assert evaluation(Path("runs/d"))["metrics"]["KD-CLIP"]["count"] == 20
 
 
-def test_a_feature_network_is_tried_before_training(call_main: Any) -> None:
+def test_a_feature_network_is_tried_before_an_earlier_run_is_overwritten(run_dir: Path, call_main: Any) -> None:
     code, err = call_main(
-        train, *TRAIN, "callbacks=evaluation", "callbacks.evaluation.metrics=[kid]",
-        "callbacks.evaluation.features=nowhere/clip", "output_dir=runs/d",
+        train, *TRAIN, "callbacks=evaluation", "callbacks.evaluation.metrics=[kid]", "overwrite=true",
+        "callbacks.evaluation.features=nowhere/clip", f"output_dir={run_dir}",
     )  # fmt: skip
-    assert code == 2 and "features=nowhere/clip gives no features" in err and not Path("runs/d/checkpoints").exists()
+    assert code == 2 and "features=nowhere/clip gives no features" in err
+    assert (run_dir / "summary.json").exists() and list(run_dir.glob("checkpoints/step-*"))
+
+
+def test_a_finished_run_is_evaluated_once(run_dir: Path, call_main: Any) -> None:
+    again = (train, *TRAIN, "callbacks=evaluation", "resume=auto", "sampling.num_inference_steps=2")
+    code, out = call_main(*again, f"output_dir={run_dir}")
+    assert code == 0 and "20 are drawn now" in out and "caption gap" in evaluation(run_dir)["metrics"]
+    code, out = call_main(*again, f"output_dir={run_dir}")
+    assert code == 0 and "pictures in" not in out
 
 
 def test_mistakes_are_told_before_a_picture_is_drawn(

@@ -19,6 +19,7 @@ import yaml
 from locations import opened
 from s3_server import S3Server
 from sd_lightning import train
+from sd_lightning.apps import hub
 from sd_lightning.models import latent_diffusion
 from sd_lightning.storage import object_store
 from sd_lightning.storage.far_runs import working_folder
@@ -187,10 +188,15 @@ def test_another_run_on_this_machine_is_set_aside(bucket: Location, call_main: C
 
 
 @pytest.mark.slow
-def test_a_bucket_that_denies_half_way_costs_no_step(s3: S3Server, bucket: Location, call_main: Call) -> None:
+def test_a_bucket_that_denies_half_way_costs_no_step(
+    s3: S3Server, bucket: Location, call_main: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also told if the hub denies, too."""
+    monkeypatch.setattr(hub, "check", lambda *_, **__: None)
+    monkeypatch.setattr(hub, "push_run", lambda _: 1)
     s3.fail("PUT", "step-00000003/state", status="403 Forbidden", code="AccessDenied")
     s3.fail("PUT", "step-00000004/state", status="403 Forbidden", code="AccessDenied")
-    code, error = call_main(train, *SMALL)
+    code, error = call_main(train, *SMALL, "push_to_hub=me/a")
     assert code == 2
     last = error.splitlines()[-1]
     # Several files are on their way: a copy of one is denied, or a write.

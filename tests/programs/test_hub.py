@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import yaml
 from PIL import Image
+from safetensors import safe_open
 
 from glyph import write_photos
 from hub_server import TOKEN, Hub, hub_server
@@ -66,13 +67,13 @@ def test_a_run_uploads_its_adapters_with_a_card(folder: Path, hub: Hub, uploaded
     header = hub.header("me/dog")
     assert header["instance_prompt"] == "a handwritten sks digit"
     assert header["widget"] == [{"text": "a sks digit in the snow", "output": {"url": name}} for name in pictures]
-    assert {"text-to-image", "diffusers", "diffusers-training", "lora", "template:sd-lora", "dreambooth"} <= {
-        *header["tags"]
-    }
+    tags = {"text-to-image", "diffusers", "diffusers-training", "lora", "template:sd-lora", "dreambooth"}
+    assert tags | {"stable-diffusion"} == {*header["tags"]}
     assert header["library_name"] == "diffusers" and header[apps_hub._RUN] == runs.run_id(Path("run"))
     card = uploaded["README.md"].decode()
     loads = f'load_lora_weights("me/dog", weight_name="{WEIGHTS_NAME}")'
     rows = ("| LoRA rank | 2 |", "| steps | 2 |", "| optimizer | AdamW |", "| diffusers | ")
+    assert "| seed | 0 |" in card
     for words in ("<Gallery />", "`a handwritten sks digit`", loads, *rows):
         assert words in card
     with Image.open(io.BytesIO(uploaded["image_0.png"])) as picture:
@@ -108,7 +109,11 @@ def test_a_repository_that_was_public_is_not_called_private(
 ) -> None:
     hub.repos["me/open"], hub.private["me/open"] = {".gitattributes": b""}, False
     assert call("export run=run output_dir=open push_to_hub=me/open") == 0
-    assert re.search(r"hub +http://.*/me/open \(public\)", capfd.readouterr().out)
+    out, err = capfd.readouterr()
+    assert re.search(r"hub +http://.*/me/open \(public\)", out)
+    assert "me/open is public, with the newest samples and their prompts or captions" in err
+    assert call("export run=run output_dir=shut push_to_hub=me/shut") == 0
+    assert "captions" not in capfd.readouterr().err
 
 
 def test_a_file_for_front_ends_is_not_told_to_diffusers(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
@@ -117,6 +122,11 @@ def test_a_file_for_front_ends_is_not_told_to_diffusers(folder: Path, hub: Hub, 
     card = hub.repos["me/comfy"]["README.md"].decode()
     assert "Put `lora.safetensors` where your program looks for LoRA (`models/loras` of ComfyUI)" in card
     assert "load_lora_weights" not in card and "lora" in hub.header("me/comfy")["tags"]
+    shutil.copytree("run/pipeline", "bob/pipeline")
+    assert call("export run=bob/pipeline format=comfyui output_dir=bobs") == 0
+    for file, title in (("comfyui", "run"), ("bobs", "pipeline")):
+        with safe_open(f"{file}/lora.safetensors", "pt") as opened:
+            assert opened.metadata()["modelspec.title"] == title, "not the name of a folder around it"
 
 
 def test_the_card_has_the_words_of_all_subjects(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
@@ -143,9 +153,9 @@ def test_the_card_has_licence_and_base_of_the_source(folder: Path, hub: Hub) -> 
     ):
         found = apps_hub._source({"model": {"pretrained": base, "architecture": "flux1_dev"}})
         assert found == {"license": "other", "license_name": "some-licence", "license_link": link, "base_model": name}
-    hub.fails = "them/gated"
+    hub.fails = "them/gated"  # or a folder that is not here, of that name
     gated = apps_hub._source({"model": {"pretrained": "them/gated", "architecture": "flux1_dev"}})
-    assert gated["license_name"] == "flux-1-dev-non-commercial-license" and gated["base_model"] == "them/gated"
+    assert gated["license_name"] == "flux-1-dev-non-commercial-license" and "base_model" not in gated
     assert gated["license_link"].endswith("black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md")
     for folder_of_this_machine in ("base", "runs/gone"):
         settings = {"model": {"pretrained": folder_of_this_machine, "architecture": "sd15"}}
@@ -222,14 +232,70 @@ def test_an_upload_that_fails_leaves_a_finished_run(folder: Path, hub: Hub, capf
     assert WEIGHTS_NAME in hub.repos["me/failed"]
 
 
-def test_the_name_of_diffusers_scripts_is_answered(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(f"{RUN} output_dir=new hub_model_id=me/dog", ("write push_to_hub=me/dog",), folder, capfd)
+def test_a_finished_run_is_uploaded_when_it_is_asked_again(
+    folder: Path, hub: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a job does that was killed in the upload, and started again."""
+    again = f"{RUN} max_train_steps=1 output_dir=asked resume=auto push_to_hub=me/asked hub_private=false"
+    hub.fails = "/commit/"
+    assert call(again) == 1
+    assert re.search(r"export run=asked push_to_hub=me/asked hub_private=false\n", capfd.readouterr().err)
+    hub.fails = ""
+    assert call(again) == 0
+    assert "is complete" in capfd.readouterr().err and WEIGHTS_NAME in hub.repos["me/asked"]
 
 
-def test_the_sheet_of_samples_tells_its_prompts(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> Any:
-    from sd_lightning.report.grid import TILES
+def test_the_evaluation_comes_before_an_upload_and_is_on_the_card(folder: Path, hub: Hub) -> None:
+    digits = "trainer.max_steps=2 trainer.val_check_interval=2 data.num_val_samples=20 data.batch_size=16"
+    rest = "callbacks.samples=null callbacks=evaluation sampling.num_inference_steps=1 output_dir=judged"
+    hub.fails = "/commit/"
+    assert call(f"train {digits} {rest} push_to_hub=me/judged") == 1
+    record = json.loads(Path("judged/evaluation.json").read_text())
+    record["metrics"]["caption gap"]["features"] = str(folder)
+    Path("judged/evaluation.json").write_text(json.dumps(record))
+    hub.fails = ""
+    assert call(f"train {digits} {rest} push_to_hub=me/judged resume=auto") == 0
+    card = hub.repos["me/judged"]["README.md"].decode()
+    assert (
+        "| metric | value | 95 % interval |" in card and "\n| prompted accuracy | " in card and str(folder) not in card
+    )
 
-    sheet = sorted(Path("run/samples").glob("step-*.png"))[-1]
-    with Image.open(sheet) as image:
-        tiles = json.loads(image.text[TILES])  # type: ignore[attr-defined]
-    assert [prompt for prompt, _ in tiles] == ["a sks digit in the snow"] * 4
+
+def test_a_second_upload_leaves_no_earlier_files(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    hub.repos["me/dog"][".gitattributes"] = b""
+    assert call("export run=run format=kohya output_dir=second push_to_hub=me/dog") == 0
+    pictures = [f"image_{i}.png" for i in range(4)]
+    assert sorted(hub.repos["me/dog"]) == sorted([".gitattributes", "README.md", "lora.safetensors", *pictures])
+
+
+def test_paths_are_taken_out_of_all_configurations(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
+    shutil.copytree("run/pipeline", "told")
+    nested = {"text_config": {"_name_or_path": str(folder)}, "tokenizer_file": str(folder), "name_or_path": 7}
+    Path("told/tokenizer/tokenizer_config.json").write_text(json.dumps({"name_or_path": str(folder)} | nested))
+    apps_hub.push(Path("told"), "me/told", None, private=True, again="")
+    assert WEIGHTS_NAME in hub.repos["me/told"]
+    Path("told", WEIGHTS_NAME).unlink()
+    assert apps_hub.push(Path("told"), "me/whole-told", None, private=True, again="") == 0
+    files = hub.repos["me/whole-told"]
+    assert json.loads(files["tokenizer/tokenizer_config.json"]) == {"text_config": {}, "name_or_path": 7}
+    assert files["unet/config.json"] == Path("told/unet/config.json").read_bytes()
+    assert_no_secrets(files, folder)
+
+
+def test_what_the_card_says_runs(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of adapters with a learned word, of a whole pipeline, and of one file; tests/models has SDXL's words."""
+    run = RUN.replace("sks", "S*")
+    assert call(f"{run} learn_token=true train_text_encoder=false max_train_steps=1 output_dir=word") == 0
+    for name, kind in {"alone": "diffusers", "merged": "diffusers merge_lora=true", "file": "single_file"}.items():
+        assert call(f"export run=word format={kind} output_dir=word-{name} push_to_hub=me/{name}") == 0
+        there = folder / f"there-{name}"
+        for file, content in hub.repos[f"me/{name}"].items():
+            (there / file).parent.mkdir(parents=True, exist_ok=True)
+            (there / file).write_bytes(content)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, there=there: str(there))
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name, there=there: str(there / name))
+        [code] = re.findall(r"```python\n(.*?)```", (there / "README.md").read_text(), re.DOTALL)
+        made: dict[str, Any] = {}
+        exec(code.replace("<the model that it was trained on>", "base").replace(f'("me/{name}"', f'("{there}"'), made)
+        assert "S*" in made["pipeline"].tokenizer.get_vocab()
+        assert name != "alone" or made["pipeline"].get_active_adapters()

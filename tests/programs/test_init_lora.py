@@ -66,6 +66,14 @@ def test_a_run_that_went_on_resumes_bitwise_without_the_file(folder: Path) -> No
     assert checkpoint.step_of(checkpoint.all_checkpoints("halves")[-1]) == 4
 
 
+def test_a_run_that_went_on_is_resumed_again_and_again_without_naming_the_file(folder: Path) -> None:
+    assert call(f"{START} init_lora=first max_train_steps=1 output_dir=legs") == 0
+    for steps in (2, 3):
+        assert call(f"{START} max_train_steps={steps} output_dir=legs resume=auto") == 0
+        assert "init_lora: first" in Path("legs/config.yaml").read_text()
+    assert call(f"{START} init_lora=first max_train_steps=4 output_dir=legs resume=auto") == 0
+
+
 def test_what_does_not_fit_is_refused_before_training(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_file({"lora_unet_x.lora_down.weight": load_file(weights("first")).popitem()[1]}, "strange.safetensors")
     Path("torn.safetensors").write_bytes(b"not a file")

@@ -15,6 +15,7 @@ from locations import opened
 from refusals import call
 from s3_server import S3Server
 from sd_lightning._errors import UsageError
+from sd_lightning.apps import hub
 from sd_lightning.callbacks.checkpoint import restore
 from sd_lightning.report.metrics import read_metrics
 from sd_lightning.storage import far_runs, runs
@@ -79,13 +80,19 @@ def test_a_run_in_a_bucket_goes_on_under_another_name(
 
 
 def test_a_finished_run_in_a_bucket_is_complete_elsewhere(
-    s3: S3Server, straight: Path, caplog: pytest.LogCaptureFixture
+    s3: S3Server, straight: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is left to do with its results is told by its URL."""
     put(straight, URL)
     caplog.set_level("INFO")
     folder = far_runs.working_folder(URL)
     assert call(f"train {SMALL} resume=auto output_dir={folder}") == 0
     assert "is complete" in caplog.text and not (folder / "checkpoints").exists()
+    monkeypatch.setattr(hub, "check", lambda *_, **__: None)
+    asked = "callbacks=evaluation push_to_hub=me/a hub_private=false"
+    assert call(f"train {SMALL} resume=auto output_dir={folder} {asked}") == 1
+    assert f"{URL} was trained on another machine, and is not evaluated here" in caplog.text
+    assert f"python -m sd_lightning.export run={URL} push_to_hub=me/a hub_private=false" in caplog.text
 
 
 def test_a_run_that_was_lost_before_its_results_gets_them(s3: S3Server, straight: Path) -> None:

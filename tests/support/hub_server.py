@@ -30,7 +30,7 @@ class Hub:
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     fails: str = ""
-    """Requests whose path contains it end with 500."""
+    """Requests whose path contains it end with 507, after which the client does not try again."""
     requests: list[str] = field(default_factory=list)
 
     def header(self, repo: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def hub_server() -> Iterator[Hub]:
                 self.answer(401, {"error": "Invalid credentials"})
                 return False
             if hub.fails and hub.fails in self.path:
-                self.answer(500, {"error": "it fails"})
+                self.answer(507, {"error": "it fails"})
                 return False
             return True
 
@@ -76,8 +76,13 @@ def hub_server() -> Iterator[Hub]:
                 self.answer(200, me)
                 return
             repo = self.path.removeprefix("/api/models/").partition("?")[0].removesuffix("/revision/main")
+            repo, _, is_tree = repo.partition("/tree/")
             if repo not in hub.repos:
                 self.answer(404, {"error": "no such repository"}, X_Error_Code="RepoNotFound")
+                return
+            if is_tree:
+                sizes = {name: len(content) for name, content in hub.repos[repo].items()}
+                self.answer(200, [{"type": "file", "path": n, "size": s, "oid": "0" * 40} for n, s in sizes.items()])
                 return
             files = [{"rfilename": name} for name in hub.repos[repo]]
             private = hub.private.get(repo, False)
@@ -108,6 +113,8 @@ def hub_server() -> Iterator[Hub]:
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         hub.repos[repo][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    elif line["key"] == "deletedFile":
+                        del hub.repos[repo][line["value"]["path"]]
                 self.answer(200, {"commitUrl": f"{hub.url}/{repo}/commit/1", "commitOid": "1" * 40, "success": True})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

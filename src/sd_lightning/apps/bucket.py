@@ -41,6 +41,8 @@ def in_bucket(spec: RunSpec, run: Callable[[RunUploads | None], int]) -> int:
     """
     if spec.url is None or not is_first_process():
         return run(None)
+    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
+
     location, folder = open_location(spec.url, key="output_dir"), spec.output_dir
     location.check_writable()
     lease = Lease(location, LEASE, f"output_dir={spec.url}", "run", _SILENCE, waits=True)
@@ -54,7 +56,7 @@ def in_bucket(spec: RunSpec, run: Callable[[RunUploads | None], int]) -> int:
             except UsageError as error:
                 text = str(error).replace(f"output_dir={folder}", f"output_dir={spec.url}")
                 raise error if text == str(error) else UsageError(f"{text} (on this machine: {folder})") from error
-            uploads.finish(raises=code == 0)  # who restarts an interrupted run goes by its exit code
+            uploads.finish(raises=code != EXIT_INTERRUPTED)  # who restarts an interrupted run goes by its exit code
             return code
         except (Exception, SystemExit):
             uploads.finish(raises=False)

@@ -78,6 +78,12 @@ class ExportSource:
     checkpoint: Path | None = None
     """The checkpoint that contains it; None for a separate pipeline folder."""
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The run that it lies in, if it lies in one."""
+        places = [self.pipeline.parent, *self.pipeline.parents[2:3]]  # of a run, or of a checkpoint in it
+        return next((folder for folder in places if (folder / "config.yaml").is_file()), None)
+
 
 @dataclass(frozen=True)
 class Network:
@@ -115,10 +121,8 @@ def run(cfg: DictConfig) -> int:
     request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
-    places = [source.pipeline.parent, *source.pipeline.parents[2:3]]  # of a run, or of a checkpoint in it
-    run_dir = next((folder for folder in places if (folder / "config.yaml").is_file()), None)
     if request.push_to_hub is not None:
-        hub.check(request.push_to_hub, run_dir)
+        hub.check(request.push_to_hub, source.run_dir, private=request.hub_private)
     write = {"single_file": write_single_file, request.front_end: write_lora}.get(request.format, write_pipeline)
     with ExitStack() as opened:
         model = read_model(source, request, opened)
@@ -136,7 +140,7 @@ def run(cfg: DictConfig) -> int:
         print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
     if request.push_to_hub is not None:
         again = f"delete {request.output_dir}, and write the same command again"
-        return hub.push(output_dir, request.push_to_hub, run_dir, private=request.hub_private, again=again)
+        return hub.push(output_dir, request.push_to_hub, source.run_dir, private=request.hub_private, again=again)
     return 0
 
 
@@ -307,20 +311,13 @@ def write_lora(source: ExportSource, model: Model, folder: Path, request: Export
         tensors,
         family,
         components,
-        title=_title(request),
+        title=(source.run_dir or Path(request.run)).name or "lora",
         prediction_type=scheduler.get("prediction_type", "flow"),
         dtype=request.torch_dtype,
     )
     write_streamed(folder / LORA_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
     if model.word is not None:
         atomic.hard_link(model.word, folder / WORD_NAME)
-
-
-def _title(request: ExportRequest) -> str:
-    """Return the name of the run; of a checkpoint or a pipeline in it, too."""
-    parts = [part for part in Path(request.run).parts if part not in ("pipeline", "checkpoints")]
-    names = [part for part in parts if not part.startswith("step-")] or parts or ["lora"]
-    return names[-1]
 
 
 def _with_defaults(component: Component) -> Component:

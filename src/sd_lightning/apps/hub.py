@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families import FAMILIES
+from sd_lightning.models.families import FAMILIES, Family
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.pipeline_folder import first_line, read_json
+from sd_lightning.report.evaluation import HEAD, read_evaluation, table
 from sd_lightning.report.grid import TILES
-from sd_lightning.storage import atomic, runs, untrusted
+from sd_lightning.storage import atomic, far_runs, runs, untrusted
 
 if TYPE_CHECKING:
     from sd_lightning.apps.run_spec import RunSpec
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _RUN = "sd_lightning_run"
 """Key of a card's header: the id in the mark of the run's folder."""
 _PICTURES = 8
+_PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
+"""Keys of configurations whose values may be paths of this machine."""
 _SETTINGS = {
     "model.architecture": "model",
     "optimizer.lr": "learning rate",
@@ -48,12 +51,13 @@ _FIGURES = (
 """Of ``summary.json``."""
 
 
-def check(repo_id: str, run_dir: Path | None) -> None:
+def check(repo_id: str, run_dir: Path | None, *, private: bool) -> None:
     """Check that a repository is there for a run, or can be made, and that the token may write to it.
 
     Args:
         repo_id: ``<user or organisation>/<name>``.
         run_dir: The run, if it has a folder already: it may have uploaded there before.
+        private: Whether a new repository is private.
 
     Raises:
         UsageError: There is no network, no token or no right, or the repository is of something else.
@@ -90,6 +94,8 @@ def check(repo_id: str, run_dir: Path | None) -> None:
             )
     if problem:
         raise UsageError(f"push_to_hub={repo_id}: {problem}")
+    if not (private if found is None else found.private):
+        log.warning("push_to_hub=%s is public, with the newest samples and their prompts or captions", repo_id)
 
 
 def _missing_right(me: Mapping[str, Any], owner: str, repo_id: str) -> str:
@@ -107,8 +113,9 @@ def _missing_right(me: Mapping[str, Any], owner: str, repo_id: str) -> str:
 
 def push_run(spec: RunSpec) -> int:
     """Upload the result of a run; return 1 if it cannot be uploaded: the run itself is complete."""
-    again = f"upload it: python -m sd_lightning.export run={spec.output_dir} push_to_hub={spec['push_to_hub']}"
     folder, repo_id, private = spec.output_dir / "pipeline", spec["push_to_hub"], spec["hub_private"]
+    again = f"python -m sd_lightning.export run={far_runs.name_of(spec.output_dir)} push_to_hub={repo_id}"
+    again = f"upload it: {again}{'' if private else ' hub_private=false'}"
     return push(folder, repo_id, spec.output_dir, private=private, again=again)
 
 
@@ -138,15 +145,15 @@ def push(folder: Path, repo_id: str, run_dir: Path | None, *, private: bool, aga
             for file in filter(Path.is_file, alone):
                 atomic.hard_link(file, staged / file.name)
             for file in staged.rglob("*.json"):
-                content = untrusted.read_json(file)
-                if isinstance(content, dict) and "_name_or_path" in content:  # where this machine had it
-                    del content["_name_or_path"]
-                    atomic.write_whole(file, json.dumps(content, indent=2))
+                content = file.read_bytes()
+                kept = untrusted.parse_json(content, pairs=_without_places)
+                if kept != untrusted.parse_json(content):
+                    atomic.write_whole(file, json.dumps(kept, indent=2))
             atomic.write_whole(staged / "README.md", card(staged, repo_id, run_dir))
             api.create_repo(repo_id, private=private, exist_ok=True)
             who = "private" if api.model_info(repo_id).private else "public"  # one that was there keeps what it is
             message = f"Upload of sd_lightning {version('sd-lightning')}"
-            api.upload_folder(repo_id=repo_id, folder_path=staged, commit_message=message)
+            api.upload_folder(repo_id=repo_id, folder_path=staged, commit_message=message, delete_patterns="*")
     except Exception as error:  # after hours of training: of whatever type
         log.warning("not uploaded to %s (%s); %s", repo_id, first_line(error), again)
         return 1
@@ -154,8 +161,13 @@ def push(folder: Path, repo_id: str, run_dir: Path | None, *, private: bool, aga
     return 0
 
 
+def _without_places(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if key not in _PLACES or not isinstance(value, str)}
+
+
 def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     """Return the model card of a folder, and write its pictures there."""
+    from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING as PIPELINES
     from huggingface_hub import ModelCardData
 
     settings: dict[str, Any] = {}
@@ -163,11 +175,14 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     if run_dir is not None:
         settings = untrusted.read_yaml(run_dir / "config.yaml")
         summary = read_json(run_dir / "summary.json") if (run_dir / "summary.json").is_file() else {}
+    name = str(_at(settings, "model.architecture"))
+    family = next((each for each in FAMILIES.values() if name in each.architectures), None)
     source, subjects = _source(settings), settings.get("subjects") or [{"prompt": settings.get("instance_prompt")}]
     prompts = [each["prompt"] for each in subjects if each.get("prompt")]
     pictures = [] if run_dir is None else _pictures(run_dir, folder)
     weights = next((name for name in (LORA_NAME, LORA_FILE_NAME) if (folder / name).is_file()), None)
     tags = ["text-to-image", "diffusers", "diffusers-training", *(["dreambooth"] if prompts else [])]
+    tags += [key for key, kind in PIPELINES.items() if family is not None and kind.__name__ == family.pipeline_class]
     optional: dict[str, Any] = {"instance_prompt": ", ".join(prompts), "widget": pictures}
     optional[_RUN] = run_dir and runs.run_id(run_dir)
     header = ModelCardData(
@@ -182,7 +197,9 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     told |= {"optimizer": optimizer, **{key.replace("_", " "): summary.get(key) for key in _FIGURES}}
     told |= {name: version(name) for name in ("sd-lightning", "diffusers", "transformers")}
     told = {key: f"{each:.4g}" if isinstance(each, float) else each for key, each in told.items()}
-    rows = [f"| {key} | {value} |" for key, value in told.items() if value not in (None, False, "", "None")]
+    rows = [f"| {key} | {value} |" for key, value in told.items() if str(value) not in ("None", "False", "")]
+    found = {} if run_dir is None else read_evaluation(run_dir).get("metrics", {})
+    measured = table({"metrics": {key: {**each, "features": None} for key, each in found.items()}})  # it may be a path
     what = f"{'LoRA adapters' if weights else 'A model'}{f' for {base}' if base else ''}, trained with sd_lightning."
     trigger = ["## Trigger words", *(f"Write `{prompt}` to get the subject." for prompt in prompts)]
     licence = source.get("license_link") or source.get("license")
@@ -194,20 +211,23 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
             what,
             *(trigger if prompts else []),
             "## How to use it",
-            _usage(folder, repo_id, base, weights),
+            _usage(folder, repo_id, base, weights, _at(settings, "learned_token.placeholder_token"), family),
             "## What it was trained with, and what was measured",
             "\n".join(["| | |", "|---|---|", *rows]),
+            "\n".join(f"| {' | '.join(line)} |" for line in (HEAD, ["---"] * len(HEAD), *measured) if measured),
             *(["## Licence", f"That of the model it was made from: {licence}."] if licence else []),
         ]
     )
 
 
-def _usage(folder: Path, repo_id: str, base: Any, weights: str | None) -> str:
+def _usage(folder: Path, repo_id: str, base: Any, weights: str | None, word: str | None, family: Family | None) -> str:
     one_file = folder / "config" / "model_index.json"
     if one_file.is_file():
         name = read_json(one_file)["_class_name"]
-        url = f"https://huggingface.co/{repo_id}/blob/main/model.safetensors"
-        return f'```python\nfrom diffusers import {name}\n\npipeline = {name}.from_single_file("{url}")\n```'
+        lines = [f"from diffusers import {name}", "from huggingface_hub import snapshot_download", ""]
+        files = 'f"{folder}/model.safetensors", config=f"{folder}/config"'
+        lines += [f'folder = snapshot_download("{repo_id}")', f"pipeline = {name}.from_single_file({files})"]
+        return "\n".join(["```python", *lines, "```"])
     if weights == LORA_FILE_NAME:  # diffusers does not know the names of all families
         return f"Put `{weights}` where your program looks for LoRA (`models/loras` of ComfyUI), at strength 1."
     model = repo_id if weights is None else base or "<the model that it was trained on>"
@@ -219,15 +239,18 @@ def _usage(folder: Path, repo_id: str, base: Any, weights: str | None) -> str:
     ]
     if weights is not None:
         lines.append(f'pipeline.load_lora_weights("{repo_id}", weight_name="{weights}")')
-        if (folder / WORD_NAME).is_file():
-            lines.append(f'pipeline.load_textual_inversion("{repo_id}", weight_name="{WORD_NAME}")')
+        if (folder / WORD_NAME).is_file() and word is not None and family is not None:
+            lines[1:1] = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file"]
+            lines.append(f'words = load_file(hf_hub_download("{repo_id}", "{WORD_NAME}"))')
+            for key, name in zip(family.embedding_keys(word), family.text_encoders, strict=True):
+                parts = f"text_encoder=pipeline.{name}, tokenizer=pipeline.{family.tokenizer_of(name)}"
+                lines.append(f"pipeline.load_textual_inversion(words[{key!r}], token={word!r}, {parts})")
     return "\n".join([*lines, "```"])
 
 
 def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return base model and licence: from the card of the model that a run started from, else of its architecture."""
     from huggingface_hub import HfApi, ModelCard
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     known = {name: each for family in FAMILIES.values() for name, each in family.architectures.items()}
     base, own = _at(settings, "model.pretrained"), known.get(str(_at(settings, "model.architecture")))
@@ -235,18 +258,15 @@ def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not base or "://" in base:
         return found
     is_local = os.path.exists(base) or base.startswith((".", "/", "~")) or base.count("/") != 1
-    data, name = None, None if is_local else base
+    data = name = None
     try:
         if not is_local:
-            data = HfApi().model_info(base).card_data
+            data, name = HfApi().model_info(base).card_data, base
         elif Path(base, "README.md").is_file():
             data = ModelCard.load(Path(base, "README.md")).data
             name = data.get("base_model")
-    except Exception as error:
-        if isinstance(error, RepositoryNotFoundError):  # a folder that is gone, or nobody else's
-            name = None
-        why = first_line(error)
-        log.warning("%s: its model card cannot be read (%s); the licence is told as it is known here", base, why)
+    except Exception as error:  # it may be a folder that is gone
+        log.warning("%s: its model card cannot be read (%s); its licence is as known here", base, first_line(error))
     keys = ("license", "license_name", "license_link")
     if data is not None and data.get("license"):
         found = {key: data.get(key) for key in keys if data.get(key)}

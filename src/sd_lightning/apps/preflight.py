@@ -68,7 +68,7 @@ def preflight(spec: RunSpec) -> RunSpec:
         spec = _with_adapters(spec)
     _check_output_dir(spec)
     if spec["push_to_hub"] is not None and is_first_process():
-        hub.check(spec["push_to_hub"], None if spec["overwrite"] else spec.output_dir)
+        hub.check(spec["push_to_hub"], None if spec["overwrite"] else spec.output_dir, private=spec["hub_private"])
     return spec
 
 
@@ -189,6 +189,7 @@ def _with_its_adapters(spec: RunSpec, parts: Mapping[str, Any]) -> RunSpec:
     if began is None or spec.lora is None:
         return spec
     kept = {k: v for k, v in parts.items() if k.startswith("lora.") and k not in spec.overridden | {"lora.base"}}
+    kept["init_lora"] = began  # or it could not be resumed again
     if "$" in str(kept):
         raise UsageError(f"resume={spec['resume']}: its checkpoint has {kept}; copy it again")
     return spec.with_settings(kept)

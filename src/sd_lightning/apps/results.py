@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sd_lightning.apps import hub
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import write_whole
@@ -75,7 +74,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     """Publish the pipeline, write summary and report, and print their paths.
 
     Returns:
-        Exit code: 0, 75 if a signal stopped the run, or 1 if only its upload to the hub failed.
+        Exit code: 0, or 75 if a signal stopped the run.
     """
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED, stopped_by_signal
     from sd_lightning.report import read_metrics, write_report
@@ -106,7 +105,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
     metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
     write_report(run_dir, summary, metrics, spec.yaml())
     print("\n".join(_lines(summary, run_dir)))
-    return 0 if spec["push_to_hub"] is None else hub.push_run(spec)
+    return 0
 
 
 def _summary(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> dict[str, Any]:

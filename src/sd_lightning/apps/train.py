@@ -14,12 +14,14 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
+from sd_lightning.apps import hub
 from sd_lightning.apps.bucket import in_bucket
 from sd_lightning.apps.preflight import check_trainer, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.remote.launchers import Ray
+from sd_lightning.report.evaluation import read_evaluation
 from sd_lightning.storage import checkpoint, far_runs, runs
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.runs import PLAN
@@ -65,7 +67,8 @@ def run(
         asked: Returns whether to stop after a step, as at a signal; called at every step.
 
     Returns:
-        Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
+        Exit code: 0, 75 if a signal stopped the run and ``resume=auto`` continues it, or 1 if only its upload to the
+        hub failed.
     """
     use_expandable_segments()
     return in_bucket(spec, partial(_run, spec, prepare, asked))
@@ -77,7 +80,7 @@ def _run(
     asked: Callable[[], bool] | None,
     uploads: RunUploads | None,
 ) -> int:
-    from sd_lightning.callbacks import Evaluation, SampleGrid, StopOnSignal
+    from sd_lightning.callbacks import SampleGrid, StopOnSignal
 
     spec = preflight(spec)
     run_dir, resume, choice = spec.output_dir, spec.resume, None
@@ -89,7 +92,7 @@ def _run(
             if uploads is not None and not far_runs.is_copy(resume):  # the first time something was denied, perhaps
                 uploads.open(keep=spec["callbacks.checkpoint"].get("keep", 3), step=step)
                 uploads.begin()
-            return 0
+            return conclude(spec)
     if spec.left_to_planner():
         from sd_lightning.apps.planning import choose_plan  # takes longer to import than the rest
 
@@ -132,13 +135,33 @@ def _run(
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             code = finish(trainer, datamodule, spec)
-    evaluation = callback_of(trainer, Evaluation)
-    if evaluation is not None and code == 0 and is_first_process():
+    return code or conclude(spec, datamodule)
+
+
+def conclude(spec: RunSpec, data: SDDataModule | None = None) -> int:
+    """Evaluate a finished run, then upload it to the hub, as its settings say.
+
+    Args:
+        spec: The run.
+        data: Its data, if it has just been trained; else it is evaluated only if it is not yet, on those that its
+            ``config.yaml`` names.
+
+    Returns:
+        Exit code: 0, or 1 if it could not be uploaded.
+    """
+    from sd_lightning.callbacks import Evaluation
+
+    if not is_first_process():
+        return 0
+    options = next((each for each in spec.callbacks.values() if isinstance(each, Evaluation)), None)
+    if options is not None and not (spec.output_dir / "pipeline").is_dir():
+        log.warning("%s was trained on another machine, and is not evaluated here", spec.url)
+    elif options is not None and (data is not None or not read_evaluation(spec.output_dir)):
         from sd_lightning.apps.evaluate import EvaluationRequest, evaluate
 
-        device = trainer.strategy.root_device.type
-        evaluate(EvaluationRequest(**asdict(evaluation), run=str(run_dir), data=datamodule, device=device))
-    return code
+        device = "cuda" if spec.cuda_devices else "cpu"
+        evaluate(EvaluationRequest(**asdict(options), run=str(spec.output_dir), data=data, device=device))
+    return 0 if spec["push_to_hub"] is None else hub.push_run(spec)
 
 
 def build_data(spec: RunSpec) -> SDDataModule:
@@ -208,7 +231,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     Raises:
         UsageError: They do not.
     """
-    from sd_lightning.callbacks import EngineMemory, SampleGrid
+    from sd_lightning.callbacks import EngineMemory, Evaluation, SampleGrid
     from sd_lightning.strategies import engine_of
 
     memory = callback_of(trainer, EngineMemory)
@@ -221,6 +244,9 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     saving.check_resume(module, datamodule)
     if is_first_process():  # it reads files; the other ranks get the result before the first step
         saving.check_data(datamodule)
+        evaluation = callback_of(trainer, Evaluation)
+        if evaluation is not None:
+            evaluation.read_features(datamodule, torch.device("cpu"))
     engine_of(trainer.strategy).check(trainer, module)
     samples = callback_of(trainer, SampleGrid)
     if samples is not None:

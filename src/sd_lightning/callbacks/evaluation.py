@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
-import torch
 
 from sd_lightning.training.evaluation import EvaluationOptions
 
@@ -14,10 +13,7 @@ from sd_lightning.training.evaluation import EvaluationOptions
 class Evaluation(EvaluationOptions, pl.Callback):
     """Callback that has a finished run evaluated as ``python -m sd_lightning.evaluate`` does.
 
-    That draws with the pipeline that the run has written, on rank 0, when training has freed its memory. Here data and
-    feature network are tried before the first step. A run that was killed in it is evaluated by the program.
+    That draws with the pipeline that the run has written, on rank 0, when training has freed its memory; data and
+    feature network are tried before it trains. A run that was killed in it is evaluated by the program, or by the same
+    command with ``resume=auto``.
     """
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero:
-            self.read_features(trainer.datamodule, torch.device("cpu"))  # type: ignore[attr-defined]

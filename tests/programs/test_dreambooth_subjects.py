@@ -148,7 +148,7 @@ BAD = [
     ),
     (
         "instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.masked_loss=files",
-        *("none of the 2 images to train on has a mask", "photo-mask.png beside photo.jpg"),
+        *("no image to train on has a mask", "photo-mask.png beside photo.jpg"),
     ),
     ("instance_data_dir=caption", "caption/0.png has 0.caption", "write data.caption_extension=.caption"),
     (f"{SUBJECTS} data.tag_dropout=2", "data.tag_dropout=2", "write data.tag_dropout=0.1"),

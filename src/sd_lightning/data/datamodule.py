@@ -28,6 +28,8 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
+_KEEP = "if the GPU has room for the text encoders, module.offload_encoders=false keeps them there"
+
 
 class SDDataModule(LightningDataModule):
     """Datamodule of batches for ``SDLightningModule``; see ``CaptionedImages`` for their entries.
@@ -116,11 +118,9 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
-        masked_loss, num_images = self.images.masked_loss, len(self.source_train.distinct)
+        masked_loss = self.images.masked_loss
         if masked_loss != "none" and not self._num_masks:
-            raise UsageError(
-                f"data.masked_loss={masked_loss}: none of the {num_images} images to train on {EXPECTED[masked_loss]}"
-            )
+            raise UsageError(f"data.masked_loss={masked_loss}: no image to train on {EXPECTED[masked_loss]}")
         separator, captions = self.images.tag_separator, some_captions(self.source_train)
         if self.images.has_tags and not any(separator in caption for caption in captions):
             raise UsageError(
@@ -215,16 +215,13 @@ class SDDataModule(LightningDataModule):
             for line in order.described():
                 log.info("data: %s", line)
             if self.images.masked_loss != "none":
-                counts = (self._num_masks, len(self.source_train.distinct))
-                log.info("data: %d of %d images have a mask; of others everything counts", *counts)
+                masks = (self._num_masks, len(self.source_train.distinct))
+                log.info("data: %d of %d images have a mask; of others everything counts", *masks)
             if self.source_train.latents is None or self.images.changed_captions:  # of a store, precompute has told
                 truncated = self._module().latent_diffusion.truncated
                 tell_of_long_captions(self.source_train, truncated, self.images.written)
             if self.images.num_draws("") and not self._module().encoder.keeps_captions:
-                log.warning(
-                    "data: captions change at random, so that each step encodes some; if the GPU has room for the text "
-                    "encoders, module.offload_encoders=false keeps them there"
-                )
+                log.warning("data: captions change at random, and each step encodes some: %s", _KEEP)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loaders.build(dataset, self.train_sampler, trainer)
         source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)

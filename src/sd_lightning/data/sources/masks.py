@@ -135,7 +135,7 @@ def place_mask(
     Raises:
         BadSample: Nothing counts in the crop.
     """
-    for at in (crop, crop and _around(mask, flip=flip)):
+    for at in (crop, crop and _around(ImageOps.mirror(mask) if flip else mask)):
         pixels = place(mask, shape, max_pixels=max_pixels, crop=at, flip=flip, mode="L").pixels
         if pixels.any():
             return pixels, at
@@ -145,9 +145,9 @@ def place_mask(
     )
 
 
-def _around(mask: Image.Image, *, flip: bool) -> Crop:
+def _around(mask: Image.Image) -> Crop:
     """Return a crop that has the middle one of the pixels that count."""
-    counted = np.flatnonzero(np.asarray(ImageOps.mirror(mask) if flip else mask))
+    counted = np.flatnonzero(np.asarray(mask))
     y, x = divmod(int(counted[len(counted) // 2]), mask.width)
     return (y + 0.5) / mask.height, (x + 0.5) / mask.width  # at c of the room, a crop has what is at c of the image
 
@@ -176,7 +176,6 @@ def image_evidence(path: str, mask: str | None, *, thorough: bool) -> str:
 def _is_transparent(path: str) -> bool:
     try:
         with open_file(path) as file, opened(file, MAX_IMAGE_PIXELS) as image:
-            alpha: Any = image.convert("RGBA").getchannel("A").getextrema() if image.has_transparency_data else (255,)
-            return alpha[0] < 255
+            return image.has_transparency_data and any(image.convert("RGBA").getchannel("A").histogram()[:255])
     except Exception:  # who reads it tells what is wrong
         return False

@@ -121,14 +121,19 @@ BAD = [
     ("'subjects=[{dir:dot,prompt:x},{dir:nowhere,prompt:y}]'", "got dir=nowhere, which is not", "write dir=<folder>"),
     (f"{SUBJECTS} learn_token=true placeholder_token=digit", "2 subjects, all of which digit would name"),
     (
-        "instance_data_dir=square learn_token=true placeholder_token=digit data.tag_dropout=0.5 data.keep_tags=1",
+        "instance_data_dir=square class_prompts=[a] learn_token=true placeholder_token=digit data.tag_dropout=0.5 "
+        "data.keep_tags=1",
         "instance_prompt='sks' without the word digit",
     ),
     ("instance_data_dir=square class_prompts=[digit] data.tag_dropout=0.5", "instance_prompt=''", "no word that tells"),
     ("instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.tag_dropout=0.5", "no word that tells"),
     ("instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.shuffle_tags=true", "no caption has tags"),
     ("instance_data_dir=dot instance_prompt=sks data.caption_extension=.caption", "every subject has a prompt"),
-    ("instance_data_dir=dark instance_prompt=sks data.masked_loss=files", "cannot read 1 of the 2", "nothing counts"),
+    (
+        "instance_data_dir=dark instance_prompt=sks class_prompts=[a] data.masked_loss=files",
+        "cannot read 1 of the 2",
+        "nothing counts",
+    ),
     ("'subjects=[{prompt:x}]'", "the subject {'prompt': 'x'}", "dir has to be there", "write 'subjects="),
     ("'subjects=[{dir:dot,reps:2}]'", "'reps': 2", "expected class_prompt, dir, prompt, repeats"),
     ("'subjects=[{dir:dot,prompt:x,repeats:0}]'", "'repeats': 0", "repeats of at least 1"),

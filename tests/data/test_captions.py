@@ -1,5 +1,6 @@
 """Captions as they are written for a step: tags, wildcards and texts around them, by the sample's own randomness."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,15 @@ import pytest
 import torch
 
 import small_store
+from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.data.batch import CaptionedImages
+from sd_lightning.data.batch import CaptionedImages, tell_of_long_captions
 from sd_lightning.data.builders import latents_data
 from sd_lightning.data.captions import CaptionOptions
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.transform import ImageOptions
+from sd_lightning.models.encoder import LatentEncoder
 from square_data import Recorder, Squares, datamodule, tokenize, trainer
 
 TAGS = "sks dog, beach, sunny, looking up, white fur"
@@ -148,6 +151,42 @@ def test_every_division_of_a_batch_and_every_resume_sees_the_same_captions() -> 
     whole = steps(5)
     assert steps(5, world=2) == steps(5, world=4, accumulate=2) == whole
     assert sorted(steps(2) + steps(3, skip=2)) == whole
+
+
+def test_tags_that_no_caption_has_are_refused() -> None:
+    with pytest.raises(UsageError, match="no caption has tags with ',' between them; expected captions such as"):
+        datamodule(images=ImageOptions(16, tag_dropout=0.5))
+    datamodule(source=Tagged(), images=ImageOptions(16, tag_dropout=0.5))
+
+
+def test_what_is_always_in_a_caption() -> None:
+    options = CaptionOptions(caption_prefix="photo,", keep_tags=1, tag_dropout=0.3)
+    assert options.kept(TAGS) == "photo, sks dog"
+    shuffled = CaptionOptions(shuffle_tags=True)
+    assert shuffled.kept(TAGS) == TAGS == CaptionOptions().kept(TAGS)
+
+
+def test_captions_that_change_are_not_remembered_by_offloaded_encoders(caplog: pytest.LogCaptureFixture) -> None:
+    for shuffle in (False, True):
+        model = LatentDiffusion.build("tiny", seed=0)
+        encoder = LatentEncoder(model, offload=True)
+        module = Recorder()
+        module.encoder = encoder
+        options = ImageOptions(16, shuffle_tags=shuffle)
+        with caplog.at_level(logging.WARNING, "sd_lightning"):
+            trainer(1).fit(module, datamodule(source=Tagged(), images=options, cache_latents=False))
+        for caption in ("a dog", "a cat"):
+            encoder.embed(model.tokenize([caption]))
+        assert len(encoder._captions) == (0 if shuffle else 2)
+        told = [each for each in caplog.messages if "module.offload_encoders=false keeps" in each]
+        assert len(told) == shuffle
+
+
+def test_captions_of_a_class_are_measured_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    source = SubjectAndClass([Picture("a", "sks")], [Picture("b", "dog")])
+    seen: list[str] = []
+    tell_of_long_captions(source, lambda captions: seen.extend(captions) or [False] * len(captions), "x {}".format)
+    assert seen == ["x sks", "dog"]
 
 
 def test_captions_of_a_store_are_changed_although_it_has_their_token_ids(tmp_path: Path) -> None:

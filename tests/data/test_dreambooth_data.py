@@ -218,6 +218,16 @@ def test_a_prompt_that_another_program_has_written_into_a_picture_is_not_taken_f
     assert missing_pictures(tmp_path, [DOG], 4, seed=0) == []
 
 
+def test_class_pictures_of_several_prompts_are_shown_equally_often(tmp_path: Path) -> None:
+    prompts = ["a dog", "a cat"]
+    for prompt in prompts:
+        for i in range(4):
+            save(class_folder(tmp_path, prompt, prompts) / f"class-0000{i}.png")
+    found = find_class_pictures(tmp_path, prompts, 8)
+    source = SubjectAndClass(pictures(12, SKS, "photo"), found)
+    assert Counter(source.captions(i)[0] for i in range(1, len(source), 2)) == {"a dog": 6, "a cat": 6}
+
+
 def test_pictures_of_ones_own_are_used_as_they_are_for_a_single_prompt(tmp_path: Path) -> None:
     for i in range(4):
         save(tmp_path / f"{i}.png")

@@ -21,7 +21,7 @@ from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.sources.dreambooth import Subject, find_photos, ignored_photos, photos_of
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.masks import masks_in
+from sd_lightning.data.sources.masks import find_masks, masks_in
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.encoder import LatentEncoder
 from square_data import Recorder, tokenize, trainer
@@ -92,7 +92,7 @@ def test_resizing_takes_the_mean_and_a_mask_may_be_smaller_than_its_image(tmp_pa
     (tmp_path / "masks").mkdir()
     drawn.save(tmp_path / "masks" / "a.png")
     source = ImageFolder(tmp_path, masked_loss="files")
-    assert len(source) == 1 and source.num_masks == 1
+    assert len(source) == 1 and source.has_mask(0)
     options = ImageOptions(16, center_crop=True, masked_loss="files")
     made = CaptionedImages(source, tokenize, options=options, seed=0, latent_stride=8)[(0, 0)]["loss_mask"]
     whole = torch.from_numpy(np.asarray(drawn, np.float32) / 255)[None, None]
@@ -130,7 +130,7 @@ def test_images_without_a_mask_count_as_a_whole_and_their_number_is_told(
     (folder / "2-mask.png").unlink()
     with caplog.at_level(logging.INFO, "sd_lightning"):
         batch = batch_of(folder_data(folder, batch_size=6, center_crop=True))
-    assert "data: 5 images have a mask; of others everything counts" in caplog.messages
+    assert "data: 5 of 6 images have a mask; of others everything counts" in caplog.messages
     whole = batch["loss_mask"].flatten(1).min(1).values == 1
     assert batch["index"][whole].tolist() == [2]
 
@@ -141,14 +141,88 @@ def test_masks_that_cannot_be_used_make_bad_samples(tmp_path: Path, cache_latent
     (folder / "0-mask.png").write_bytes(b"torn")
     Image.new("L", (16, 16)).save(folder / "1-mask.png")
     Image.new("L", (32, 16), 255).save(folder / "2-mask.png")
+    Image.new("L", (16, 16), 1).save(folder / "3-mask.png")
     options: dict[str, Any] = {"center_crop": True, "cache_latents": cache_latents, "max_bad_fraction": 1.0}
     data = folder_data(folder, batch_size=6, **options)
     batch = batch_of(data)
     found = {Path(name).name: reason for name, reason in data.bad.found.items()}
-    assert found.keys() == {"0.png", "1.png", "2.png"}
+    assert found.keys() == {"0.png", "1.png", "2.png", "3.png"}
+    assert "values up to 1: nothing counts; expected 255" in found["3.png"]
     assert "cannot decode" in found["0.png"] and "nothing counts" in found["1.png"]
     assert "32 x 16, has another shape than 16 x 16" in found["2.png"]
     assert torch.isfinite(batch["loss_mask"]).all()
+
+
+@pytest.mark.parametrize("cache_latents", [False, True])
+def test_a_centre_crop_without_anything_of_the_mask_makes_a_bad_sample(tmp_path: Path, cache_latents: bool) -> None:
+    folder = paint(tmp_path / "p", sizes=((16, 16), (48, 16)))
+    aside = Image.new("L", (48, 16))
+    aside.paste(255, (0, 0, 8, 16))
+    aside.save(folder / "1-mask.png")
+    data = folder_data(folder, batch_size=2, center_crop=True, cache_latents=cache_latents, max_bad_fraction=1.0)
+    assert batch_of(data)["loss_mask"].flatten(1).amax(1).min() > 0
+    (reason,) = data.bad.found.values()
+    assert "nothing of what its mask has counts in the crop of 16 x 16" in reason and "enable_bucket=true" in reason
+
+
+def test_a_random_crop_has_part_of_the_mask(tmp_path: Path) -> None:
+    drawn = Image.new("L", (160, 16))
+    drawn.paste(255, (136, 0, 144, 16))
+    drawn.save(tmp_path / "a-mask.png")
+    drawn.convert("RGB").save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("x")
+    options = ImageOptions(16, random_flip=True, masked_loss="files")
+    source = ImageFolder(tmp_path, masked_loss="files")
+    samples = CaptionedImages(source, tokenize, options=options, seed=0, latent_stride=8)
+    for batch in (samples[(epoch, 0)] for epoch in range(40)):
+        assert batch["loss_mask"].max() > 0.1
+        expected = avg_pool2d((batch["pixel_values"][:, :1] + 1) / 2, 8)
+        torch.testing.assert_close(batch["loss_mask"], expected, atol=1e-6, rtol=0)
+
+
+def test_validation_images_need_no_masks_and_held_out_ones_are_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, plain = paint(tmp_path / "p"), paint(tmp_path / "val", mask="")
+    for masked_loss in ("files", "alpha"):
+        if masked_loss == "alpha":
+            for i in range(6):
+                Image.open(folder / f"{i}.png").convert("RGBA").save(folder / f"{i}.png")
+            drawn = Image.new("RGBA", (16, 16))
+            drawn.paste((9, 9, 9, 255), (0, 0, 8, 8))
+            drawn.save(folder / "0.png")
+        data = image_folder_data(str(folder), str(plain), masked_loss=masked_loss, resolution=16, num_workers=0)
+        source = data.source_train
+        assert sum(map(source.has_mask, range(len(source)))) == (6 if masked_loss == "files" else 1)
+    with caplog.at_level(logging.INFO, "sd_lightning"):
+        batch_of(folder_data(folder, num_val_samples=2, center_crop=True, batch_size=2))
+    assert "data: 4 of 4 images have a mask; of others everything counts" in caplog.messages
+
+
+def test_of_many_images_some_are_looked_at_for_transparency(tmp_path: Path) -> None:
+    names = [str(tmp_path / f"{i}.png") for i in range(201)]
+    Image.new("RGBA", (4, 4)).save(names[2])
+    assert list(find_masks(names, "alpha")) == names
+    Image.new("RGBA", (4, 4), "white").save(names[2])
+    assert not find_masks(names, "alpha")
+
+
+@pytest.mark.parametrize("setting", [{"shuffle_tags": True}, {"unmasked_weight": 0.5}, {"masked_loss": "alpha"}])
+def test_other_settings_of_captions_and_masks_are_told_when_a_run_resumes(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    folder = paint(tmp_path / "p")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(f"block, {i}")
+        image = Image.open(folder / f"{i}.png").convert("RGBA")
+        image.putalpha(blocks(16, 16, seed=i))
+        image.save(folder / f"{i}.png")
+    before = folder_data(folder).fingerprint()
+    change = folder_data(folder, **setting).change_since(before)
+    ((name, value),) = setting.items()
+    assert change is not None and f"data.{name}={value} instead of " in change.description
+    assert not change.moves and not change.reorders
+    assert folder_data(folder).change_since({k: v for k, v in before.items() if k != "settings"}) is None
 
 
 def test_validation_has_no_masks_so_that_runs_are_comparable(tmp_path: Path) -> None:
@@ -226,15 +300,17 @@ def test_a_mask_is_turned_upright_as_its_image_is(tmp_path: Path, kind: str) -> 
     assert mask is not None and np.array_equal(np.asarray(mask), np.asarray(drawn))
 
 
-def test_masks_in_kohyas_folders_are_not_trained_on(tmp_path: Path) -> None:
+def test_masks_in_kohyas_folders_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paint(tmp_path / "3_sks dog", sizes=((16, 16),) * 2)
     for path in (tmp_path / "3_sks dog").glob("*.txt"):
         path.unlink()
     source = ImageFolder(tmp_path, folder_repeats=True)
     assert [Path(source.name(i)).name for i in range(len(source))] == ["0.png"] * 3 + ["1.png"] * 3
-    assert [Path(name).name for name in source.dropped] == ["0-mask.png", "1-mask.png"]
-    assert all("write data.masked_loss=files" in reason for reason in source.dropped.values())
-    assert not ImageFolder(tmp_path, folder_repeats=True, masked_loss="files").dropped
+    assert not source.dropped, "masks are no training images that cannot be read"
+    (told,) = caplog.messages
+    assert told.startswith("data: 2 images named like masks are left out, such as ")
+    assert told.endswith("0-mask.png; if it is a mask, write data.masked_loss=files")
+    assert not ImageFolder(tmp_path, folder_repeats=True, masked_loss="files").dropped and len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_klein", "tiny_qwen_image_21"])
@@ -249,12 +325,12 @@ def test_weights_have_the_places_of_the_denoisers_latents(tmp_path: Path, name: 
 
 def test_no_masks_and_settings_without_effect_are_refused(tmp_path: Path) -> None:
     folder = paint(tmp_path / "p", mask="")
-    with pytest.raises(UsageError, match="none of the 6 images of data.train_data_dir=.*photo-mask.png beside"):
+    with pytest.raises(UsageError, match="no image to train on has a mask.*photo-mask.png beside"):
         folder_data(folder)
-    with pytest.raises(UsageError, match="none of the 6 images of .* is transparent anywhere; save them as PNG"):
+    with pytest.raises(UsageError, match="no image to train on is transparent anywhere; save them as PNG"):
         folder_data(folder, masked_loss="alpha")
     with pytest.raises(UsageError, match="data.unmasked_weight=0.1 with data.masked_loss=none: expected"):
         ImageOptions(16, unmasked_weight=0.1)
-    with pytest.raises(UsageError, match="data.masked_loss=files: ImageFolder has no masks; write data=images"):
+    with pytest.raises(UsageError, match="data.masked_loss=files: no image"):
         options = ImageOptions(16, masked_loss="files")
         SDDataModule(ImageFolder(folder), batch_size=2, images=options, loader=LoaderOptions(0))

@@ -38,6 +38,8 @@ def tiny_words() -> PreTrainedTokenizerFast:
         (["a photo of lily dog"], [], "lily"),
         (["a photo of a dog"], ["a photo of a dog"], None),
         (["sks", "dog"], [], None),
+        (["kiq dxg"], [], None),
+        (["ohwx"], [], "ohwx"),
     ],
 )
 def test_the_rarest_shared_word_names_the_subject(
@@ -57,7 +59,9 @@ def test_a_rare_word_is_told_without_a_warning(model: LatentDiffusion, caplog: p
         ("INFO", "trigger word 'ohwx': tokenizer reads o hwx (2 token(s))"),
         ("INFO", messages[2]),
     ]
-    assert "such as 'sks asleep', share no word" in messages[2] and "'data.caption_prefix=" in messages[2]
+    assert (
+        "of which 'sks asleep' is always there, share no word" in messages[2] and "'data.caption_prefix=" in messages[2]
+    )
 
 
 def test_a_word_that_means_something_or_is_cut_off_is_warned_of(

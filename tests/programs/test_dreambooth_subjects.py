@@ -12,6 +12,7 @@ from PIL import Image
 from glyph import write_photos
 from refusals import call, refuse
 from sd_lightning import LatentDiffusion
+from sd_lightning.apps.dreambooth import class_prompts
 from sd_lightning.data.builders import dreambooth_data
 from sd_lightning.storage import checkpoint
 from small_training import assert_bitwise_equal
@@ -56,6 +57,17 @@ def test_each_subject_has_pictures_of_its_class_and_samples(run: Path, folder: P
     assert classes == {"a-handwritten-two": 2, "a-handwritten-digit": 2}
     config = (run / "config.yaml").read_text()
     assert config.count("- sks on a lawn\n") == 4 and config.count("- a zwx digit\n") == 4
+    assert "columns: 4\n" in config
+    assert call(f"{COMMAND} {SUBJECTS} validation_prompt=all max_train_steps=1 output_dir=all") == 0
+    config = Path("all/config.yaml").read_text()
+    assert config.count("- sks on a lawn\n") == config.count("- all\n") == 4
+
+
+def test_a_class_prompt_of_a_subject_that_is_given_for_all_too_counts_once(folder: Path) -> None:
+    settings = {"subjects": [{"class_prompt": "a dog"}, {"class_prompt": "a cat"}], "class_prompt": None}
+    settings |= {"class_prompts": ["a dog"], "with_prior_preservation": True, "num_class_images": 4}
+    spec: Any = settings | {"sample_batch_size": 1, "learn_token": False}
+    assert class_prompts(spec, ["a sks dog"]) == ["a dog", "a cat"]
 
 
 def test_a_run_of_two_subjects_with_tags_and_masks_resumes_bit_for_bit(run: Path, folder: Path) -> None:
@@ -78,7 +90,7 @@ def test_what_a_run_tells_of_its_subjects(folder: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("repeats", "counts"), [((None, None), (1, 3)), ((1, 1), (1, 1)), ((2, None), (2, 3)), ((1, 5), (1, 5))]
+    ("repeats", "counts"), [((None, None), (1, 3)), ((1, 1), (1, 1)), ((2, None), (2, 6)), ((1, 5), (1, 5))]
 )
 def test_subjects_are_balanced_unless_their_repeats_say_otherwise(
     folder: Path, repeats: tuple[Any, Any], counts: tuple[int, int]
@@ -101,9 +113,27 @@ def test_kohyas_folders_of_several_subjects_have_samples_of_each(folder: Path) -
 
 
 BAD = [
-    ("", "neither instance_data_dir or instance_prompt and subjects", "write instance_data_dir=<folder", "'subjects="),
-    (f"{SUBJECTS} instance_data_dir=dot", "both instance_data_dir", "subjects"),
-    (f"{SUBJECTS} instance_prompt=sks", "both instance_data_dir or instance_prompt and subjects"),
+    ("", "got no photos; write instance_data_dir=<folder", "'subjects="),
+    (f"{SUBJECTS} instance_data_dir=dot", "subjects and instance_data_dir or instance_prompt; write"),
+    (f"{SUBJECTS} instance_prompt=sks", "subjects and instance_data_dir or instance_prompt; write"),
+    ("'subjects=[{dir:dot,prompt:[x,y]}]'", "'prompt': ['x', 'y']", "texts of which"),
+    ("'subjects=[{dir:dot,prompt:a sks dog, sitting}]'", 'prompt:"a sks dog, sitting"'),
+    ("'subjects=[{dir:dot,prompt:x},{dir:nowhere,prompt:y}]'", "got dir=nowhere, which is not", "write dir=<folder>"),
+    (f"{SUBJECTS} learn_token=true placeholder_token=digit", "2 subjects, all of which digit would name"),
+    (
+        "instance_data_dir=square class_prompts=[a] learn_token=true placeholder_token=digit data.tag_dropout=0.5 "
+        "data.keep_tags=1",
+        "instance_prompt='sks' without the word digit",
+    ),
+    ("instance_data_dir=square class_prompts=[digit] data.tag_dropout=0.5", "instance_prompt=''", "no word that tells"),
+    ("instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.tag_dropout=0.5", "no word that tells"),
+    ("instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.shuffle_tags=true", "no caption has tags"),
+    ("instance_data_dir=dot instance_prompt=sks data.caption_extension=.caption", "every subject has a prompt"),
+    (
+        "instance_data_dir=dark instance_prompt=sks class_prompts=[a] data.masked_loss=files",
+        "cannot read 1 of the 2",
+        "nothing counts",
+    ),
     ("'subjects=[{prompt:x}]'", "the subject {'prompt': 'x'}", "dir has to be there", "write 'subjects="),
     ("'subjects=[{dir:dot,reps:2}]'", "'reps': 2", "expected class_prompt, dir, prompt, repeats"),
     ("'subjects=[{dir:dot,prompt:x,repeats:0}]'", "'repeats': 0", "repeats of at least 1"),
@@ -123,7 +153,7 @@ BAD = [
     ),
     (
         "instance_data_dir=dot instance_prompt=sks class_prompts=[digit] data.masked_loss=files",
-        *("none of the 2 images of instance_data_dir=dot has a mask", "photo-mask.png beside photo.jpg"),
+        *("no image to train on has a mask", "photo-mask.png beside photo.jpg"),
     ),
     ("instance_data_dir=caption", "caption/0.png has 0.caption", "write data.caption_extension=.caption"),
     (f"{SUBJECTS} data.tag_dropout=2", "data.tag_dropout=2", "write data.tag_dropout=0.1"),
@@ -138,6 +168,8 @@ def test_mistake_is_one_line_and_touches_nothing(
     options: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_photos(folder / "caption", 2)
+    write_photos(folder / "dark", 2)
+    Image.new("L", (32, 32)).save(folder / "dark/0-mask.png")
     (folder / "caption/0.caption").write_text("sks digit")
     refuse(f"{COMMAND} output_dir=bad {options}", words, folder, capfd)
 

@@ -59,7 +59,7 @@ class Recorder(pl.LightningModule):
             truncated=lambda captions: [False] * len(captions),
             latent_space=LatentSpace(channels=4, factor=8),
         )
-        self.encoder = SimpleNamespace(encode_moments=self._encode)
+        self.encoder = SimpleNamespace(encode_moments=self._encode, offload=False, keeps_captions=True)
         self.num_encoded = 0
         self.steps: list[list[tuple[int, int, str]]] = []
         self.val_batches: list[dict[str, Any]] = []

@@ -169,7 +169,10 @@ def _unreadable_override(override: str, command_line: CommandLine) -> str:
         key = key.lstrip("+~").partition(" ")[0]
         known = key if command_line.default_at(key) is not None else command_line.nearest(key)
         return f"{override!r} is no setting: write key=value, e.g. {known or 'key'}=<value>"
-    if value.startswith("["):
+    if value.startswith("[{"):
+        texts = re.sub(r"""(\w+):([^{}"']+?)(?=\s*(,\s*\w+:|}))""", r'\1:"\2"', value)
+        quoted = shlex.quote(f"{key}={texts}")
+    elif value.startswith("["):
         elements = (each.strip() for each in value.strip("[]").split(","))
         spelled = (each if re.fullmatch(r"[\w.+ -]+", each) else list_element(each) for each in elements if each)
         quoted = shlex.quote(f"{key}=[{','.join(spelled)}]")

@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -90,15 +90,18 @@ def subject_run(spec: RunSpec) -> RunSpec:
     photos = captioned_photos(spec)
     check_folders(spec, photos)
     every = [photo for each in photos.values() for photo in each]
-    captions = sorted({photo.caption for photo in every})
+    kept = captioned_photos(spec, CaptionOptions.kept).values()
+    captions = sorted({photo.caption for each in kept for photo in each})
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
-        check_token(spec["placeholder_token"], captions)
+        check_token(spec, captions)
         token = {name: spec[name] for name in ("placeholder_token", "initializer_token")}
         changes["learned_token"] = {"_target_": _LEARNED_TOKEN, **token}
-    groups = [[spec["validation_prompt"]]] if spec["validation_prompt"] else caption_groups(photos, for_samples=True)
+    groups = caption_groups(photos, spec["validation_prompt"], for_samples=True)
     if (spec["validation_prompt"] or spec["subjects"] or len(groups) > 1) and spec.get("callbacks.samples") is not None:
         changes["callbacks.samples.prompts"] = [each for group in groups for each in islice(cycle(group), 4)]
+        if len(groups) > 1 and "callbacks.samples.columns" not in spec.overridden:
+            changes["callbacks.samples.columns"] = 4
     spec = spec.with_settings(changes)
     if spec["use_8bit_adam"]:
         spec = with_8bit_adam(spec)
@@ -115,26 +118,33 @@ def subject_run(spec: RunSpec) -> RunSpec:
     return spec
 
 
-def captioned_photos(spec: RunSpec) -> dict[Subject, list[Picture]]:
-    """Return the photos of each subject, captioned as the model is to read them.
+def captioned_photos(
+    spec: RunSpec, written: Callable[[CaptionOptions, str], str] = CaptionOptions.written
+) -> dict[Subject, list[Picture]]:
+    """Return the photos of each subject, captioned as the model is to read them, or with what of it is always there.
 
     Raises:
         UsageError: The subjects or their photos cannot be used.
     """
     options = CaptionOptions(**{field.name: spec[f"data.{field.name}"] for field in fields(CaptionOptions)})
-    subjects = find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"])
     how = {name: spec[f"data.{name}"] for name in ("caption_extension", "masked_loss")}
+    subjects = find_subjects(spec["subjects"], spec["instance_data_dir"], spec["instance_prompt"])
     found = photos_of(subjects, **how).items()
-    return {each: [replace(photo, caption=options.written(photo.caption)) for photo in own] for each, own in found}
+    return {each: [replace(photo, caption=written(options, photo.caption)) for photo in own] for each, own in found}
 
 
-def caption_groups(photos: Mapping[Subject, Sequence[Picture]], *, for_samples: bool = False) -> list[list[str]]:
-    """Return the distinct captions of each subject, and of each of its kohya folders; or what samples show of it."""
+def caption_groups(
+    photos: Mapping[Subject, Sequence[Picture]], prompt: str | None = None, *, for_samples: bool = False
+) -> list[list[str]]:
+    """Return the distinct captions of each subject, and of each of its kohya folders.
+
+    For samples, a subject's own ``validation_prompt``, or else the ``prompt`` of all, is in their place.
+    """
     groups: dict[Any, list[str]] = {}
     for subject, own in photos.items():
-        given = subject.validation_prompt if for_samples else None
+        given = (subject.validation_prompt or prompt) if for_samples else None
         for photo in own:
-            groups.setdefault((subject, given or Path(photo.path).parent), []).append(given or photo.caption)
+            groups.setdefault(given or (subject, Path(photo.path).parent), []).append(given or photo.caption)
     return [[*dict.fromkeys(captions)] for captions in groups.values()]
 
 
@@ -204,8 +214,8 @@ def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
                 "with_prior_preservation=true, or leave class_prompt out"
             )
         return []
-    stripped = (prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"], *of_subjects])
-    prompts = [prompt for prompt in stripped if prompt]
+    prompts = [prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"]] if prompt.strip()]
+    prompts += {prompt.strip(): None for prompt in of_subjects if prompt.strip() not in ("", *prompts)}
     if not prompts:
         raise UsageError(
             "dreambooth got with_prior_preservation=true without a class prompt; expected what the subject is one of: "
@@ -232,13 +242,19 @@ def class_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
     return prompts
 
 
-def check_token(token: str, captions: Iterable[str]) -> None:
-    """Check that a new word is valid and in every caption.
+def check_token(spec: RunSpec, captions: Iterable[str]) -> None:
+    """Check that a new word is valid, for one subject, and in every caption of every epoch.
 
     Raises:
         UsageError: It is not.
     """
+    token: str = spec["placeholder_token"]
     LearnedToken(token)  # raises if it is not a valid word
+    if len(spec["subjects"]) > 1:
+        raise UsageError(
+            f"dreambooth got learn_token=true and {len(spec['subjects'])} subjects, all of which {token} would name; "
+            "expected one; write learn_token=false, and a rare word in each subject's prompt"
+        )
     for caption in captions:
         if not _has_word(caption, token):
             raise UsageError(
@@ -281,7 +297,7 @@ def prepare(spec: RunSpec) -> None:
     """Print the predicted peak memory, and draw missing class images; the other processes wait for them.
 
     Raises:
-        UsageError: No model is given to start from, or class images cannot be drawn.
+        UsageError: No model is given to start from, the data settings are invalid, or class images cannot be drawn.
     """
     model = spec.model
     base: str | None = model.get("pretrained") or (None if model.is_ours else model.target)
@@ -298,13 +314,14 @@ def prepare(spec: RunSpec) -> None:
         if prompts:
             class_images.wait_for(folder, prompts, count)
         return
+    spec.build("data", class_prompts=None)  # its constructor's checks would come after the drawing
     missing = missing_class_images(spec, base) if prompts else []
     predicted = predict_memory(spec)
     if predicted is not None:
         print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
     if model.is_ours and not spec["learn_token"]:
         described = model.describe()
-        for captions in caption_groups(captioned_photos(spec)):
+        for captions in caption_groups(captioned_photos(spec, CaptionOptions.kept)):
             tell_of_trigger_word(described, captions, prompts)
     if base is not None and missing:
         draw_class_images(spec, missing, base)
@@ -318,10 +335,8 @@ def missing_class_images(spec: RunSpec, base: str | None) -> Sequence[class_imag
         base: Name of the model that it starts from; None if nothing names one.
 
     Raises:
-        UsageError: The data settings are invalid, the folder holds other pictures or cannot be written, or the model
-            that would draw them is unknown.
+        UsageError: The folder holds other pictures or cannot be written, or the model that would draw them is unknown.
     """
-    spec.build("data", class_prompts=None)  # its constructor's checks would come after the drawing
     folder, count, prompts = spec["class_data_dir"], spec["num_class_images"], spec["data.class_prompts"]
     try:
         check_writable(Path(folder))

@@ -231,6 +231,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         kept={} if spec.recomputation is None else spec.recomputation.kept,
         encoder_dtype=getattr(torch, spec["module.encoder_dtype"]),
         offload_encoders=spec["module.offload_encoders"],
+        random_captions=any(spec.get(f"data.{name}") for name in ("shuffle_tags", "tag_dropout", "enable_wildcard")),
         cache_latents=caches,
         drawn_size=(sampling.get("height"), sampling.get("width")),
         vae_tiling=bool(sampling.get("vae_tiling")),

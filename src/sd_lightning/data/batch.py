@@ -8,7 +8,7 @@ numbers stay the same, and so do all other samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
 from sd_lightning.data.source import BadSample, Source, StoredLatents
+from sd_lightning.data.sources.masks import Crop, loss_weights, place_mask
 from sd_lightning.data.transform import (
     ImageOptions,
     Placed,
     any_error_is_a_bad_sample,
-    loss_weights,
     place,
     to_model_range,
 )
@@ -91,6 +91,7 @@ class BadSamples:
                     try:
                         distinct.captions(index)
                         distinct.image(index)
+                        distinct.mask(index)
                     except BadSample as reason:
                         found[distinct.name(index)] = str(reason)
         return found
@@ -186,7 +187,7 @@ class CaptionedImages(Dataset[Batch]):
         self.buckets = buckets
         self.latent_stride = latent_stride
         self._masks: dict[int, Tensor] = {}
-        """By the number of the image, of latents, whose crop stays the same."""
+        """By the number of the image, of those latents that have a mask: their crop stays the same."""
 
     def __len__(self) -> int:
         """Return the number of samples of the source."""
@@ -216,7 +217,7 @@ class CaptionedImages(Dataset[Batch]):
             used = self.latents.usable(index)
             images = self.latents.batch(used, epoch=epoch)
             if self.options.masked_loss != "none":
-                images["loss_mask"] = torch.stack([self._mask(i, shape) for i in used])
+                images["loss_mask"] = torch.stack([self._mask(i, shape)[0] for i in used])
         else:
             found = self._read_images(epoch, index, shape, bad)
             if found is None:
@@ -272,7 +273,7 @@ class CaptionedImages(Dataset[Batch]):
         self, epoch: Tensor, index: Tensor, shape: Shape, bad: dict[int, str]
     ) -> tuple[dict[str, Tensor], list[int]] | None:
         """Read, crop and flip images; return them with the indices actually read, or None if too many are bad."""
-        crops: list[tuple[float, float] | None] = [None] * len(index)
+        crops: list[Crop | None] = [None] * len(index)
         flips = [False] * len(index)
         if not self.options.center_crop:
             crops = randomness.uniform(self.seed, epoch, index, Purpose.CROP, (2,)).tolist()
@@ -296,7 +297,7 @@ class CaptionedImages(Dataset[Batch]):
         return images, used
 
     def _readable(
-        self, index: int, bad: dict[int, str], shape: Shape, crop: tuple[float, float] | None, flip: bool
+        self, index: int, bad: dict[int, str], shape: Shape, crop: Crop | None, flip: bool
     ) -> tuple[Placed, Tensor, int] | None:
         """Return the first readable image from ``index`` on, its mask and its index; None if too many are bad."""
         max_pixels = self.options.max_image_pixels
@@ -305,28 +306,30 @@ class CaptionedImages(Dataset[Batch]):
                 with any_error_is_a_bad_sample():
                     self.source.captions(i)
                     image = self.source.image(i)
-                    placed = place(image, shape, max_pixels=max_pixels, crop=crop, flip=flip)
-                    return placed, self._mask(i, shape, crop, flip), i
+                    mask, at = self._mask(i, shape, crop, flip)
+                    return place(image, shape, max_pixels=max_pixels, crop=at, flip=flip), mask, i
             except BadSample as reason:
                 bad[i] = str(reason)
             if len(bad) > self.max_bad:
                 break
         return None
 
-    def _mask(self, index: int, shape: Shape, crop: tuple[float, float] | None = None, flip: bool = False) -> Tensor:
-        """Return the weights (1, h, w) of a sample's latents in its loss: 1 where it has no mask."""
+    def _mask(
+        self, index: int, shape: Shape, crop: Crop | None = None, flip: bool = False
+    ) -> tuple[Tensor, Crop | None]:
+        """Return the weights (1, h, w) of a sample's latents, 1 where it has no mask, and where to crop its image."""
         options, stride = self.options, self.latent_stride
         number = index if self.source.rows is None else int(self.source.rows[index])
         if number in self._masks:
-            return self._masks[number]
+            return self._masks[number], crop
         mask = self.source.mask(index) if options.masked_loss != "none" else None
-        weights = torch.ones(1, shape[0] // stride, shape[1] // stride)
-        if mask is not None:
-            placed = place(mask, shape, max_pixels=options.max_image_pixels, crop=crop, flip=flip, mode="L")
-            weights = loss_weights(placed.pixels, stride, options.unmasked_weight)
+        if mask is None:
+            return torch.ones(1, shape[0] // stride, shape[1] // stride), crop
+        pixels, crop = place_mask(mask, shape, max_pixels=options.max_image_pixels, crop=crop, flip=flip)
+        weights = loss_weights(pixels, stride, options.unmasked_weight)
         if self.latents is not None:
             self._masks[number] = weights
-        return weights
+        return weights, crop
 
     def _choose_captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[int | None]:
         """Choose one caption of each sample by its number, or None for "" (caption dropout)."""
@@ -369,21 +372,28 @@ class CaptionedImages(Dataset[Batch]):
         return [written(text, row) if has else text for has, text, row in zip(changed, captions, draws)]
 
 
-def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:
-    """Log the share of captions that the tokenizer truncates, measured on at most 1000 samples.
+def some_captions(source: Source, written: Callable[[str], str] = str) -> Iterator[str]:
+    """Yield the captions of about 1000 samples as the model is to read them; those of a class stay as they are."""
+    for i in range(0, len(source), max(len(source) // _LOOKED_AT, 1)):
+        stays = source.is_prior is not None and source.is_prior[i]
+        with suppress(BadSample):
+            yield from map(str if stays else written, source.captions(i))
+
+
+def tell_of_long_captions(
+    source: Source, truncated: Callable[[list[str]], list[bool]], written: Callable[[str], str] = str
+) -> None:
+    """Log the share of captions that the tokenizer truncates, measured on about 1000 samples.
 
     Args:
         source: Source of the captions.
         truncated: Returns for each caption whether the tokenizer truncates it.
+        written: Returns a caption as the model is to read it.
     """
-    total = len(source)
-    captions: list[str] = []
-    for i in range(min(_LOOKED_AT, total)):
-        with suppress(BadSample):
-            captions += source.captions(i * total // min(_LOOKED_AT, total))
+    captions = [*some_captions(source, written)]
     cut = truncated(captions)
     if captions:
         level = logging.WARNING if any(cut) else logging.INFO
-        of = "" if total <= _LOOKED_AT else f" of {_LOOKED_AT} samples"
+        of = "" if len(source) <= _LOOKED_AT else f" of about {_LOOKED_AT} samples"
         share = sum(cut) / len(cut)
         log.log(level, "data: %.1f %% of the captions%s are longer than the tokenizer reads", 100 * share, of)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sd_lightning._errors import UsageError
 
@@ -43,14 +43,15 @@ class CaptionOptions:
             ("tag_dropout", 0 <= self.tag_dropout <= 1, "expected a fraction in [0, 1]; write data.tag_dropout=0.1"),
             ("keep_tags", self.keep_tags >= 0, "expected 0 or more; write data.keep_tags=1"),
             ("tag_separator", self.tag_separator.strip(), "expected a text; write 'data.tag_separator=\";\"'"),
-            ("keep_tags", self._has_tags or not self.keep_tags, _IDLE),
-            ("tag_separator", self._has_tags or self.tag_separator == ",", _IDLE),
+            ("keep_tags", self.has_tags or not self.keep_tags, _IDLE),
+            ("tag_separator", self.has_tags or self.tag_separator == ",", _IDLE),
         ):
             if not is_valid:
                 raise UsageError(f"data.{name}={getattr(self, name)!r}: {remedy}")
 
     @property
-    def _has_tags(self) -> bool:
+    def has_tags(self) -> bool:
+        """Whether captions are tags that do not stay as they are."""
         return self.shuffle_tags or self.tag_dropout > 0
 
     @property
@@ -63,9 +64,14 @@ class CaptionOptions:
 
     def num_draws(self, caption: str) -> int:
         """Return how many random numbers :meth:`written` takes at most."""
-        if not (self._has_tags or self.enable_wildcard):
+        if not (self.has_tags or self.enable_wildcard):
             return 0
         return caption.count("{") + 2 * (caption.count(self.tag_separator) + 1)
+
+    def kept(self, caption: str) -> str:
+        """Return what is in a caption in every epoch."""
+        options = replace(self, tag_dropout=float(self.tag_dropout > 0))
+        return options.written(caption, [0.0] * self.num_draws(caption))
 
     def written(self, caption: str, draws: Sequence[float] = ()) -> str:
         """Return a caption as the model is to read it.
@@ -79,7 +85,7 @@ class CaptionOptions:
         if self.enable_wildcard:
             # Every alternative counts once: "{a|a|b}" is "a" twice as often as "b".
             caption = _WILDCARD.sub(lambda found: _choice(found[1].split("|"), next(numbers, 0.0)), caption)
-        if self._has_tags and draws:
+        if self.has_tags and draws:
             tags = [tag.strip() for tag in caption.split(self.tag_separator)]
             kept, others = tags[: self.keep_tags], [tag for tag in tags[self.keep_tags :] if tag]
             drawn = [(next(numbers), next(numbers), tag) for tag in others]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.batch import BadSamples, CaptionedImages, tell_of_long_captions
+from sd_lightning.data.batch import BadSamples, CaptionedImages, some_captions, tell_of_long_captions
 from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
@@ -20,12 +20,15 @@ from sd_lightning.data.loading import EpochLoader, LoaderOptions, LookAhead, Who
 from sd_lightning.data.order import Batch
 from sd_lightning.data.sampler import Batching, GlobalBatchSampler
 from sd_lightning.data.source import Source, SourceSubset, StoredLatents
+from sd_lightning.data.sources.masks import EXPECTED
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
+
+_KEEP = "if the GPU has room for the text encoders, module.offload_encoders=false keeps them there"
 
 
 class SDDataModule(LightningDataModule):
@@ -115,10 +118,14 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
-        if self.images.masked_loss != "none" and not self.source_train.num_masks:
+        masked_loss = self.images.masked_loss
+        if masked_loss != "none" and not self._num_masks:
+            raise UsageError(f"data.masked_loss={masked_loss}: no image to train on {EXPECTED[masked_loss]}")
+        separator, captions = self.images.tag_separator, some_captions(self.source_train)
+        if self.images.has_tags and not any(separator in caption for caption in captions):
             raise UsageError(
-                f"data.masked_loss={self.images.masked_loss}: {type(self.source_train).__name__} has no masks; write "
-                "data=images or data=dreambooth, or data.masked_loss=none"
+                f"data.shuffle_tags or data.tag_dropout: no caption has tags with {separator!r} between them; expected "
+                "captions such as 'sks dog, beach, sunny'; leave them out, or write data.tag_separator"
             )
         if self.images.enable_bucket and self.source_train.group_size > 1:
             raise UsageError(
@@ -126,6 +133,12 @@ class SDDataModule(LightningDataModule):
                 "a photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or "
                 "train without pictures of the class"
             )
+
+    @property
+    def _num_masks(self) -> int:
+        """Number of images to train on that have a mask."""
+        distinct = self.source_train.distinct
+        return sum(map(distinct.has_mask, range(len(distinct))))
 
     def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
         """Check that a model, with or without its text encoders, can be trained on these data.
@@ -162,7 +175,8 @@ class SDDataModule(LightningDataModule):
             order = self.batching.signature(self.source_train)
             train, val = self.source_train, self.source_val
             is_part = isinstance(train, SourceSubset) and isinstance(val, SourceSubset) and train.source is val.source
-            self._fingerprint = fingerprint(train, order=order, held_out=val if is_part else None)
+            found = fingerprint(train, order=order, held_out=val if is_part else None)
+            self._fingerprint = found | {"settings": vars(self.images)}
         return self._fingerprint
 
     def change_since(self, saved: Mapping[str, Any]) -> Change | None:
@@ -194,15 +208,20 @@ class SDDataModule(LightningDataModule):
         )
         if self._position is not None:
             self.train_sampler.resume(*self._position)
+        if self.images.num_draws("") and self._module().encoder.offload:
+            self._module().encoder.keeps_captions = self._module().encoder.train_text_encoder
         if not self._is_described and trainer.is_global_zero:
             self._is_described = True
             for line in order.described():
                 log.info("data: %s", line)
-            if self.images.masked_loss == "files":
-                log.info("data: %d images have a mask; of others everything counts", self.source_train.num_masks)
+            if self.images.masked_loss != "none":
+                masks = (self._num_masks, len(self.source_train.distinct))
+                log.info("data: %d of %d images have a mask; of others everything counts", *masks)
             if self.source_train.latents is None or self.images.changed_captions:  # of a store, precompute has told
-                truncated, written = self._module().latent_diffusion.truncated, self.images.written
-                tell_of_long_captions(self.source_train, lambda captions: truncated([*map(written, captions)]))
+                truncated = self._module().latent_diffusion.truncated
+                tell_of_long_captions(self.source_train, truncated, self.images.written)
+            if self.images.num_draws("") and not self._module().encoder.keeps_captions:
+                log.warning("data: captions change at random, and each step encodes some: %s", _KEEP)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loaders.build(dataset, self.train_sampler, trainer)
         source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)

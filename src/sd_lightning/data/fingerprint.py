@@ -85,8 +85,6 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
     saved_order, order = saved["order"], ours["order"]
     mixed = _mixed(saved, ours)
-    if not moves and not others and not mixed and saved["own"] == ours["own"] and saved_order == order:
-        return None
     differences = []
     if saved["samples"] is not None and ours["samples"] is not None:
         differences = _counted(saved["samples"], ours["samples"], source, is_comparable)
@@ -102,6 +100,10 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
         differences.append("another fingerprint of the data set, whose images may be others")
     if saved_order != order:
         differences.append(f"{order or 'no aspect-ratio buckets'} instead of {saved_order or 'none'}")
+    before, now = saved.get("settings", {}), ours.get("settings", {})  # how a datamodule prepares the samples
+    differences += [f"data.{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v]
+    if not differences and not mixed:
+        return None
     # Another image may be in another bucket, which changes the order of all batches.
     is_sorted_anew = saved_order != order or (order != "" and (moves or "images" in others))
     reorders = is_sorted_anew or saved["num_samples"] != ours["num_samples"]

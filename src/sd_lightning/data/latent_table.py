@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.source import Bad, Source, SourceSubset
+from sd_lightning.data.sources.masks import place_mask
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.files import StoreFile, hashes_of
 from sd_lightning.data.store.layout import LATENTS, Recipe, path_of
@@ -75,10 +76,15 @@ class _ByIndex(SourceSubset):
     def content(self, index: int) -> bytes:
         return b"%d" % index
 
+    images: ImageOptions
+
     def decode(self, content: bytes) -> Image.Image:
-        self.captions(int(content))
-        self.mask(int(content))
-        return self.image(int(content))
+        index, side = int(content), self.images.resolution
+        self.captions(index)
+        mask = self.mask(index)
+        if mask is not None:
+            place_mask(mask, (side, side), max_pixels=self.images.max_image_pixels)  # raises if it is outside
+        return self.image(index)
 
 
 def encode_source(
@@ -101,6 +107,7 @@ def encode_source(
     """
     total = len(source.distinct)
     known = _ByIndex(source.distinct, range(total))
+    known.images = images
     hashes = hashes_of([known.content(index) for index in range(total)])
     recipe = Recipe(family="", vae="", resolution=images.resolution, dtype="float32")  # this run's alone
     remedy = "write module.encoder_dtype=float32 if the VAE overflows"

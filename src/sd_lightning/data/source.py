@@ -76,8 +76,6 @@ class Source(ABC):
     """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
     buckets: Sequence[Bucket] | None = None
     """Aspect-ratio buckets that come with the data, as in a latent store; None if images are cropped to any shape."""
-    num_masks: int = 0
-    """Number of images for which :meth:`mask` looks for a mask."""
     is_prior: Tensor | None = None
     """(N,) bool, the pictures of a class, whose captions stay as they are; None without any."""
     rows: Tensor | None = None
@@ -141,6 +139,10 @@ class Source(ABC):
             BadSample: The mask cannot be read, is of another shape, or has no part that counts.
         """
         return None
+
+    def has_mask(self, index: int) -> bool:
+        """Return whether :meth:`mask` looks for a mask; nothing is read for it."""
+        return False
 
     latents: StoredLatents | None = None
     """Latents that are read instead of images; None for images."""
@@ -228,7 +230,6 @@ class SourceSubset(Source):
         self.indices = indices
         self.dropped = self.source.dropped
         self.fingerprint = self.source.fingerprint
-        self.num_masks = self.source.num_masks
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -238,6 +239,9 @@ class SourceSubset(Source):
 
     def mask(self, index: int) -> Image.Image | None:
         return self.source.mask(self.indices[index])
+
+    def has_mask(self, index: int) -> bool:
+        return self.source.has_mask(self.indices[index])
 
     def captions(self, index: int) -> Sequence[str]:
         return self.source.captions(self.indices[index])

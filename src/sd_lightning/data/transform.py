@@ -220,22 +220,6 @@ def to_model_range(pixels: Tensor) -> Tensor:
     return (pixels.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 127.5).sub_(1.0)
 
 
-def loss_weights(mask: np.ndarray, stride: int, unmasked_weight: float) -> Tensor:
-    """Return the weight of each of a sample's latents in its loss.
-
-    Args:
-        mask: (H, W) uint8, from :func:`place`: 255 where the loss counts, 0 where it does not.
-        stride: Image pixels per latent along one side; the mean of their mask is that of the latent.
-        unmasked_weight: Weight where the mask is 0.
-
-    Returns:
-        (1, H / stride, W / stride) float32 in [``unmasked_weight``, 1].
-    """
-    height, width = mask.shape
-    shares = mask.reshape(height // stride, stride, width // stride, stride).mean((1, 3)) / 255
-    return torch.from_numpy(unmasked_weight + (1 - unmasked_weight) * shares).float()[None]
-
-
 @dataclass(frozen=True)
 class ImageOptions(CaptionOptions):
     """How images and captions are prepared; names as in diffusers' training scripts, of buckets as in kohya's.

@@ -100,6 +100,8 @@ class LatentEncoder:
         self.offload = offload
         self.is_idle = False
         """Whether nothing will be encoded or drawn: :meth:`to` then frees the frozen networks' weights, for good."""
+        self.keeps_captions = True
+        """Whether offloaded text encoders remember what they made of captions, which then come again."""
         self._captions: OrderedDict[bytes, Conditioning] = OrderedDict()
         """By token ids, as the family made them, in host memory; least recently used first."""
         self._cached_bytes = 0
@@ -230,7 +232,8 @@ class LatentEncoder:
             rows = list(unknown.values())
             made = self._encode_captions({name: ids[rows] for name, ids in input_ids.items()})
             used |= {key: map_conditioning(made, partial(_row, number=row)) for row, key in enumerate(unknown)}
-        self._remember(used)
+        if self.keeps_captions:
+            self._remember(used)
         # Copies to the host and to the device follow each other in one stream: the host neither waits nor looks.
         to_device = partial(Tensor.to, device=self.device, non_blocking=self._has_streams)
         here = {key: map_conditioning(row, to_device) for key, row in used.items()}

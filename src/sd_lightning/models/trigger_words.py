@@ -19,6 +19,7 @@ _RARE, _UNKNOWN = 0.1, 0.4
 def trigger_word(model: LatentDiffusion, captions: Sequence[str], class_prompts: Iterable[str] = ()) -> str | None:
     """Return the word that names the subject: the rarest that all captions, and no class prompts, have; None without.
 
+    None, too, where all are of several tokens, as in a small vocabulary, which tells nothing of how rare they are.
     Words of several tokens, and tokens late in the vocabulary of the first tokenizer, are rare. Of these, it is the one
     with the most bits per letter, if a token's probability falls with its number (Zipf's law).
     """
@@ -32,7 +33,8 @@ def trigger_word(model: LatentDiffusion, captions: Sequence[str], class_prompts:
         is_rare = len(tokens) > 1 or tokens[0] > _RARE * len(tokenizer)
         return is_rare, sum(math.log(token + 1) for token in tokens) / (len(word) if is_rare else 1)
 
-    return max(shared, key=rarity, default=None)
+    is_told = len(shared) == 1 or any(len(_tokens(tokenizer, word)) == 1 for word in shared)
+    return max(shared, key=rarity) if is_told else None
 
 
 def tell_of_trigger_word(model: LatentDiffusion, captions: Sequence[str], class_prompts: Iterable[str] = ()) -> None:
@@ -40,8 +42,8 @@ def tell_of_trigger_word(model: LatentDiffusion, captions: Sequence[str], class_
     word, told = trigger_word(model, captions, class_prompts), []
     if word is None:
         log.info(
-            "trigger word: the captions of a subject, such as %r, share no word that could name it; write "
-            "'data.caption_prefix=\"sks,\"' for one in front of all of them",
+            "trigger word: the captions of a subject, of which %r is always there, share no word that is known to be "
+            "rare; write 'data.caption_prefix=\"sks,\"' for one in front of all of them",
             captions[0],
         )
         return

@@ -270,7 +270,7 @@ class Forecaster:
             model, size = self.model, run.resolution
             encoded = math.prod(model.latent_space.encoded_shape(size, size))
             training["cached latents"] = run.num_images * encoded * _FLOAT_BYTES
-        if run.encodes and run.offload_encoders and not run.train_text_encoder:
+        if run.encodes and run.offload_encoders and not run.train_text_encoder and not run.random_captions:
             captions = run.num_images * caption_numel(self.model) * run.encoder_dtype.itemsize
             training["cached captions"] = min(captions, CACHED_CAPTIONS_BYTES)
         allowance = Counter(allowance=HOST_ALLOWANCE)

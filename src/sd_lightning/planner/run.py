@@ -43,6 +43,8 @@ class TrainingRun:
     """Whether all frozen encoders are loaded; with a store, only those of text that compute beside trained ones are."""
     offload_encoders: bool = False
     """Whether frozen encoders are on the device only while they encode, one image at a time."""
+    random_captions: bool = False
+    """Whether captions are others in every epoch, so that offloaded encoders remember none."""
     cache_latents: bool = False
     """Whether images are encoded before training instead of in each step."""
     num_images: int = 100

@@ -56,7 +56,7 @@ class Subject:
     class_prompt: str | None = None
     """Caption of pictures of its class, for prior preservation."""
     repeats: int | None = None
-    """How often each photo is shown for one of another subject; None for as many photos in an epoch as others have."""
+    """How often each photo is listed; None for as many photos in an epoch as others have."""
     validation_prompt: str | None = None
     """For the pictures drawn during the run; None for the captions of its photos."""
 
@@ -70,7 +70,6 @@ class Pictures(EncodedImages):
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
         self.max_image_pixels = max_image_pixels
-        self.num_masks = sum(picture.mask is not None for picture in self.pictures)
         self._repeats = repeats(map(self._in_folder, range(len(self.pictures))))
 
     def __len__(self) -> int:
@@ -82,6 +81,9 @@ class Pictures(EncodedImages):
     def mask(self, index: int) -> Image.Image | None:
         picture = self.pictures[index]
         return read_mask(picture.path, picture.mask, max_pixels=self.max_image_pixels)
+
+    def has_mask(self, index: int) -> bool:
+        return self.pictures[index].mask is not None
 
     def captions(self, index: int) -> list[str]:
         return [self.pictures[index].caption]
@@ -173,7 +175,7 @@ def find_subjects(
     example = "'subjects=[{dir:photos/rex,prompt:a photo of sks dog},{dir:photos/tom,prompt:a photo of zwx cat}]'"
     if bool(subjects) == (folder is not None) or (subjects and prompt is not None):
         raise UsageError(
-            f"dreambooth got {'both' if subjects else 'neither'} instance_data_dir or instance_prompt and subjects; "
+            f"dreambooth got {'subjects and instance_data_dir or instance_prompt' if subjects else 'no photos'}; "
             f"write instance_data_dir=<folder with a few photos of the subject>, or for several subjects {example}"
         )
     found: list[Subject] = []
@@ -181,7 +183,7 @@ def find_subjects(
         number, texts = given.get("repeats"), [given.get(name) for name in _SUBJECT - {"repeats"}]
         is_whole = number is None or (type(number) is int and number >= 1)
         is_text = given.get("dir") and all(text is None or isinstance(text, str) for text in texts)
-        is_twin = given.get("prompt") in {other.prompt for other in found if other.prompt}
+        is_twin = given.get("prompt") in [other.prompt for other in found if other.prompt]
         if not given.keys() <= _SUBJECT or not is_whole or not is_text or is_twin:
             raise UsageError(
                 f"dreambooth got the subject {dict(given)}; expected {', '.join(sorted(_SUBJECT))}, texts of which dir "
@@ -194,9 +196,9 @@ def find_subjects(
 def balanced(photos: Mapping[Subject, Sequence[Picture]]) -> list[Picture]:
     """Return the photos of all subjects, each as often as its subject's ``repeats`` say.
 
-    Without ``repeats``, a subject's photos are repeated until there are about as many as those of the largest one.
+    Without ``repeats``, a subject's photos are repeated until there are about as many as of the one shown most.
     """
-    most = max(map(len, photos.values()))
+    most = max(len(own) * (subject.repeats or 1) for subject, own in photos.items())
     return [each for subject, own in photos.items() for each in [*own] * (subject.repeats or round(most / len(own)))]
 
 
@@ -206,15 +208,22 @@ def photos_of(
     """Return the photos of each subject, with their masks; see :func:`find_photos` and :func:`find_masks`.
 
     Raises:
-        UsageError: Photos of a subject cannot be used, or none of any subject has a mask.
+        UsageError: Photos of a subject cannot be used, or no caption files are read.
     """
-    found = {each: find_photos(each.dir, each.prompt, caption_extension=caption_extension) for each in subjects}
-    paths = (photo.path for photos in found.values() for photo in photos)
-    masks = find_masks(paths, masked_loss, f"instance_data_dir={subjects[0].dir}")
+    if caption_extension != ".txt" and all(each.prompt for each in subjects):
+        raise UsageError(
+            f"data.caption_extension={caption_extension}: every subject has a prompt, which is the caption of all its "
+            "photos; leave one of the two out"
+        )
+    how = {"caption_extension": caption_extension, "key": "dir" if len(subjects) > 1 else "instance_data_dir"}
+    found = {each: find_photos(each.dir, each.prompt, **how) for each in subjects}
+    masks = find_masks((photo.path for photos in found.values() for photo in photos), masked_loss)
     return {each: [replace(photo, mask=masks.get(photo.path)) for photo in own] for each, own in found.items()}
 
 
-def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: str = ".txt") -> list[Picture]:
+def find_photos(
+    folder: str | Path, prompt: str | None, *, caption_extension: str = ".txt", key: str = "instance_data_dir"
+) -> list[Picture]:
     """Return the photos of a subject; those in ``10_sks dog/`` are listed ten times.
 
     Args:
@@ -222,16 +231,16 @@ def find_photos(folder: str | Path, prompt: str | None, *, caption_extension: st
         prompt: Caption of all photos. Without it, a photo's caption is the first line of the caption file beside it, or
             the text in the name of its kohya folder.
         caption_extension: Ending of the caption files.
+        key: Setting that gave the folder, for messages.
 
     Raises:
         UsageError: There are no photos, only one, or one without a caption that can be read.
     """
     root, extension = Path(folder), f".{caption_extension.removeprefix('.')}"
-    who = f"dreambooth got instance_data_dir={folder}"
+    who = f"dreambooth got {key}={folder}"
     if not root.is_dir():
         raise UsageError(
-            f"{who}, which is not a folder; expected a folder with a few photos of the subject; write "
-            "instance_data_dir=<folder>"
+            f"{who}, which is not a folder; expected a folder with a few photos of the subject; write {key}=<folder>"
         )
     photos: list[Picture] = []
     for part in (root, *sorted(path for path in root.iterdir() if path.is_dir())):
@@ -290,15 +299,16 @@ def ignored_photos(folder: str | Path, *, masked_loss: MaskedLoss = "none") -> s
 
 
 def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
-    """Check that all photos can be decoded: of a handful, each one counts.
+    """Check that all photos and their masks can be used: of a handful, each one counts.
 
     Raises:
-        UsageError: Some cannot be decoded, or have too many pixels before or after resizing.
+        UsageError: Some cannot be decoded, have too many pixels before or after resizing, or a mask that is none.
     """
     bad = {}
-    for path in dict.fromkeys(photo.path for photo in photos):
+    for path, mask in dict.fromkeys((photo.path, photo.mask) for photo in photos):
         try:
             resized(decode(path, max_pixels=max_pixels).size, (resolution, resolution), max_pixels)
+            read_mask(path, mask, max_pixels=max_pixels)
         except BadSample as reason:
             bad[path] = str(reason)
     if bad:
@@ -310,12 +320,12 @@ def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: in
 
 
 def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) -> list[Picture]:
-    """Return the existing class pictures, at most :func:`num_per_prompt` of each prompt."""
-    return [
-        Picture(str(path), prompt)
-        for prompt, number in num_per_prompt(prompts, count).items()
-        for path in images_in(class_folder(folder, prompt, prompts))[:number]
-    ]
+    """Return the existing class pictures, at most :func:`num_per_prompt` of each prompt, these in turn."""
+    found = []
+    for prompt, number in num_per_prompt(prompts, count).items():
+        own = images_in(class_folder(folder, prompt, prompts))[:number]
+        found += [(i / len(own), Picture(str(path), prompt)) for i, path in enumerate(own)]
+    return [picture for _, picture in sorted(found, key=lambda each: each[0])]
 
 
 def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:

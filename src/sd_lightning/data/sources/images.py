@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Files with a line for each image; the first one that is there counts, a table only with a column file_name."""
+_IF_MASK = "; if it is a mask, write data.masked_loss=files"
 
 
 class ImageFolder(EncodedImages):
@@ -115,8 +116,7 @@ class ImageFolder(EncodedImages):
             kinds = ", ".join(sorted(SUFFIXES))
             remedy = f"a folder of images ({kinds}) with {METADATA[0]} or a {self._extension} caption beside each"
             raise nothing_usable("ImageFolder", root, self.dropped, remedy)
-        self._masks = find_masks(self._paths, masked_loss, f"data.train_data_dir={root}")
-        self.num_masks = len(self._masks)
+        self._masks = find_masks(self._paths, masked_loss)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -138,6 +138,9 @@ class ImageFolder(EncodedImages):
     def mask(self, index: int) -> Image.Image | None:
         path = self._paths[index]
         return read_mask(path, self._masks.get(path), max_pixels=self.max_image_pixels)
+
+    def has_mask(self, index: int) -> bool:
+        return self._paths[index] in self._masks
 
     def name(self, index: int) -> str:
         return self._paths[index]
@@ -277,6 +280,11 @@ class ImageFolder(EncodedImages):
                     self.dropped[path] = problem
                 else:
                     self._paths += [path] * count
+        left = [path for path, problem in self.dropped.items() if problem.endswith(_IF_MASK) and self._paths]
+        if left:
+            log.warning("data: %d images named like masks are left out, such as %s%s", len(left), left[0], _IF_MASK)
+        for path in left:  # no training images that cannot be read
+            del self.dropped[path]
 
     def _without_caption(self, folder: str, name: str, present: set[str]) -> str:
         """Return what is wrong with an image without a caption file, and the setting that finds another one."""
@@ -284,7 +292,7 @@ class ImageFolder(EncodedImages):
         if others:
             return f"{problem}; for {others[0]} write data.caption_extension={os.path.splitext(others[0])[1]}"
         if os.path.splitext(name)[0].endswith(masks.ENDINGS) or os.path.basename(folder) == masks.FOLDER:
-            return f"{problem}; if it is a mask, write data.masked_loss=files"
+            return problem + _IF_MASK
         if KOHYA_FOLDER.fullmatch(os.path.basename(folder)):
             return f"{problem}; if its folder names repeats and caption, write data.folder_repeats=true"
         return problem

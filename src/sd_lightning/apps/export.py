@@ -115,8 +115,7 @@ def run(cfg: DictConfig) -> int:
     request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
-    places = [source.pipeline.parent, *source.pipeline.parents[2:3]]  # of a run, or of a checkpoint in it
-    run_dir = next((folder for folder in places if (folder / "config.yaml").is_file()), None)
+    run_dir = runs.run_of(source.pipeline)
     if request.push_to_hub is not None:
         hub.check(request.push_to_hub, run_dir)
     write = {"single_file": write_single_file, request.front_end: write_lora}.get(request.format, write_pipeline)

@@ -136,6 +136,7 @@ def test_what_is_no_feature_network_is_refused(folder: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="features=.*(write|give) ") as error:
             read_image_features(given, device=CPU)
         assert message in str(error.value), name
+        assert ("HF_HUB_OFFLINE" in str(error.value)) == ("/" in name), "a folder needs no hub"
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from filelock import FileLock
 from PIL import Image
 
@@ -18,8 +19,15 @@ from feature_networks import save_clip, save_dinov2
 from sd_lightning import LatentDiffusion, compare, evaluate, train
 from sd_lightning import generate as generate_program
 from sd_lightning.apps import class_images
+from sd_lightning.apps.evaluate import EvaluationRequest
+from sd_lightning.apps.evaluate import evaluate as evaluate_run
 from sd_lightning.apps.pictures import settings_of
+from sd_lightning.data.datamodule import SDDataModule
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.source import SourceSubset
 from sd_lightning.data.sources.digits import DigitClassifier, Digits
+from sd_lightning.data.transform import ImageOptions
+from sd_lightning.data.workers import Loaders
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.image_features import read_image_features
 from sd_lightning.training.estimates import frechet_distance, share_estimate
@@ -206,7 +214,7 @@ def test_a_feature_network_is_tried_before_an_earlier_run_is_overwritten(run_dir
         train, *TRAIN, "callbacks=evaluation", "callbacks.evaluation.metrics=[kid]", "overwrite=true",
         "callbacks.evaluation.features=nowhere/clip", f"output_dir={run_dir}",
     )  # fmt: skip
-    assert code == 2 and "features=nowhere/clip gives no features" in err
+    assert code == 2 and "features=nowhere/clip, which is no folder, nor within reach" in err
     assert (run_dir / "summary.json").exists() and list(run_dir.glob("checkpoints/step-*"))
 
 
@@ -245,7 +253,7 @@ def test_mistakes_are_told_before_a_picture_is_drawn(
         ([RUN, f"output_dir={run_dir}"], "output_dir=runs/a holds a run"),
         (["run=runs/none"], "no such folder"),
         (["run=module"], "neither a finished pipeline nor a valid checkpoint"),
-        (["run=bare"], "no config.yaml that names its data"),
+        (["run=bare"], "no config.yaml that names data of this package"),
         ([RUN, "model=sd15"], "run=runs/<name>"),
     ]
     for arguments, message in mistakes:
@@ -268,6 +276,58 @@ def test_a_pipelines_folder_is_measured_where_it_is_said(cli: Any, run_dir: Path
     assert code == 2 and "holds pictures of moved/pipeline" in err
     code, out = cli("run=moved/pipeline/", "data=digits", "data.num_val_samples=12", "output_dir=measured", *QUICK)
     assert code == 0 and "of which 0 are drawn now" in out, "the same folder, written otherwise"
+
+
+def test_a_checkpoint_and_a_pipeline_are_measured_as_their_run(cli: Any, run_dir: Path, call_main: Any) -> None:
+    """On its held-out images, with its objective; its encoders on a cluster, which is gone, are not needed."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["data"] |= {"encoders": "ray", "num_encoders": 3}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for number, place in enumerate(("checkpoints/step-00000004", "pipeline", "checkpoints/step-00000004/pipeline")):
+        code, out = cli(f"run={run_dir}/{place}", f"output_dir=measured/{number}", *QUICK)
+        assert code == 0 and "20 pictures in measured/" in out, out
+        found = evaluation(Path(f"measured/{number}"))
+        assert found["metrics"]["caption gap"]["value"] == pytest.approx(summary["caption_gap"], abs=1e-6)
+        assert (found["held_out"], found["steps"]) == (20, 4)
+
+
+def test_what_is_measured_is_of_the_checkpoint_that_was_chosen(cli: Any, run_dir: Path, call_main: Any) -> None:
+    shutil.copytree(run_dir, "runs/b")
+    assert cli(f"run={run_dir}", *QUICK)[0] == 0
+    assert "caption gap" in call_main(compare, "runs/a", "runs/b", "output=null")[1]
+    shutil.copytree(run_dir / "checkpoints/step-00000004", run_dir / "checkpoints/step-00000006")
+    assert "caption gap" not in call_main(compare, "runs/a", "runs/b", "output=null")[1], "the run has gone on"
+    assert cli(f"run={run_dir}", *QUICK)[0] == 0
+    assert evaluation(run_dir)["steps"] == 6
+    assert "caption gap" in call_main(compare, "runs/a", "runs/b", "output=null")[1]
+
+
+def test_data_that_were_encoded_elsewhere_in_training_are_encoded_here(run_dir: Path) -> None:
+    class Ended(Loaders):
+        def build(self, dataset: Any, batches: Any, trainer: Any) -> Any:
+            pytest.fail("asked for encoders that have ended")
+
+    loader = LoaderOptions(loaders=Ended())
+    held_out = SourceSubset(Digits("val"), range(12))
+    data = SDDataModule(Digits("train"), held_out, images=ImageOptions(resolution=32), loader=loader)
+    assert evaluate_run(EvaluationRequest(run=str(run_dir), data=data, num_inference_steps=1, device="cpu")) == 0
+    assert evaluation(run_dir)["metrics"]["caption gap"]["count"] == 12
+
+
+def test_photos_without_held_out_ones_need_some_that_were_kept_apart(cli: Any, run_dir: Path) -> None:
+    """What the message says works as it is written."""
+    for name in ("photos", "kept"):
+        Path(name).mkdir()
+        for i in range(4):
+            Digits("val").image(i).save(f"{name}/{i}.png")
+            Path(f"{name}/{i}.txt").write_text(Digits("val").captions(i)[0])
+    given = (f"run={run_dir}", "data=images", "data.resolution=32", *QUICK)
+    code, err = cli(*given, "data.train_data_dir=photos")
+    assert code == 2 and "data.val_data_dir=<the same>" in err
+    code, out = cli(*given, "data.train_data_dir=kept", "data.val_data_dir=kept")
+    assert code == 0 and "caption gap" in out, out
+    assert evaluation(run_dir)["held_out"] == 4
 
 
 def test_metrics_of_other_held_out_images_are_not_mixed(cli: Any, run_dir: Path, networks: Path) -> None:

@@ -229,6 +229,56 @@ def test_a_pickle_named_in_a_runs_settings_is_not_read(
     refuse(f"train resume={run} trainable=lora output_dir={tmp_path}/new", words, tmp_path, capfd)
 
 
+def test_data_of_others_are_not_built_to_evaluate_a_run(
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    shutil.copytree(made / "run", run, copy_function=os.link)
+    victim.mkdir()
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    nodes = [
+        NODES["node"],
+        {"_target_": "os.mkdir", "path": str(tmp_path / "new")},
+        {"_target_": "sd_lightning.storage.runs.shutil.rmtree", "path": str(victim)},
+        {"_target_": "sd_lightning.storage.runs.delete_written", "run_dir": str(victim)},
+        {**content["data"], "caption_prefix": NODES["secret"]},
+        {**content["data"], "num_val_samples": NODES["partial"]},
+        {**content["data"], "_args_": [[{"deep": NODES["node"]}]]},
+        {"train_data_dir": "x"},
+        NODES["text"],
+        NODES["list"],
+        7,
+    ]
+    for node in nodes:
+        (run / "config.yaml").unlink()
+        (run / "config.yaml").write_text(json.dumps({**content, "data": node}))
+        words = ("no config.yaml that names data of this package", "data", "add data=images data.train_data_dir=")
+        assert "the-secret" not in refuse(f"evaluate run={run}", words, tmp_path, capfd)
+    for text, problem in (("[" * 200_000, "nested too deeply"), ("[a, list]", "expected a dictionary")):
+        (run / "config.yaml").write_text(text)
+        refuse(f"evaluate run={run}", (str(run / "config.yaml"), problem), tmp_path, capfd)
+
+
+def test_an_objective_of_others_is_not_built_to_evaluate_a_run(
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run, copy_function=os.link)
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    ours = content["objective"]
+    for objective in (
+        NODES["node"],
+        {**ours, "snr_gamma": NODES["node"]},
+        {**ours, "shift": NODES["secret"]},
+        "a text",
+    ):
+        (run / "config.yaml").unlink()
+        (run / "config.yaml").write_text(json.dumps({**content, "objective": objective}))
+        assert call(f"evaluate run={run} num_samples=10 num_inference_steps=1 device=cpu") == 0
+        out = capfd.readouterr().out
+        assert "the caption gap is not measured with objective." in out and "the-secret" not in out
+
+
 def resumed(saved: dict[str, Any], content: dict[str, Any]) -> None:
     """Do what a resumed run does with a state before it loads tensors, with another learning rate and optimizer."""
     groups = configured_groups(copy.deepcopy(content["optimizer_groups"]))

@@ -128,8 +128,8 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     Raises:
         UsageError: A file is damaged.
     """
-    config, summary = _read(folder / "config.yaml", read_yaml), _read(folder / "summary.json", read_json)
-    plan, metrics = _read(folder / runs.PLAN, read_json), _metrics(folder)
+    config, summary = read_part(folder / "config.yaml", read_yaml), read_part(folder / "summary.json", read_json)
+    plan, metrics = read_part(folder / runs.PLAN, read_json), _metrics(folder)
     rates = _finite(metrics.get(RATE, ()))
     values = [rate for _, rate in rates[1:] or rates if rate > 0]  # the first is of a machine that warms up
     peaks = [peak for _, peak in _finite(metrics.get(PEAK, ())) if peak > 0]
@@ -204,17 +204,17 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return next(names for names in ends if len(set(names)) == len(names))
 
 
-def _read(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """Return the dictionary in a file; an empty one if there is no file."""
+def read_part(file: Path, read: Callable[[Path], Any], *, who: str = "compare") -> dict[str, Any]:
+    """Return the dictionary in a run's file, for a program; an empty one if there is no file."""
     if not file.is_file():
         return {}
-    remedy = "copy it from the run again, or delete it: the run is then compared without it"
+    remedy = f"copy it from the run again, or delete it: the run is then {who}d without it"
     try:
         content = read(file)
     except (ValueError, OSError) as error:
-        raise UsageError(f"compare cannot read {file}: {error}; expected what a run writes; {remedy}") from error
+        raise UsageError(f"{who} cannot read {file}: {error}; expected what a run writes; {remedy}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"compare found a {type(content).__name__} in {file}; expected a dictionary; {remedy}")
+        raise UsageError(f"{who} found a {type(content).__name__} in {file}; expected a dictionary; {remedy}")
     return content
 
 

@@ -12,29 +12,35 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from PIL import Image
 from torch import Tensor
 
 from sd_lightning import _conf
+from sd_lightning._conf.check import leaves
 from sd_lightning._console import aligned, print_lines
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import class_images
 from sd_lightning.apps.class_images import MissingPicture
+from sd_lightning.apps.compared_run import read_part
 from sd_lightning.apps.generate import GenerationRequest, checked_options, find_device, load_model, picture_settings
 from sd_lightning.apps.pictures import settings_of
 from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.apps.settings import options as presets_of
 from sd_lightning.callbacks.samples import first_captions
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.fingerprint import file_evidence, fingerprint
+from sd_lightning.data.loading import ENCODER_FIELDS
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import place
+from sd_lightning.data.workers import Loaders
 from sd_lightning.models.image_features import ImageFeatures
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.quantization import quantize_
 from sd_lightning.report import read_metrics, write_report
 from sd_lightning.report.evaluation import HEAD, read_evaluation, table
-from sd_lightning.storage import runs
+from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import check_new_folder, write_whole
 from sd_lightning.storage.untrusted import read_json, read_yaml
 from sd_lightning.training.estimates import Estimate, frechet_estimate, kernel_estimate, mean_estimate, share_estimate
@@ -76,9 +82,12 @@ def run(cfg: DictConfig) -> int:
 def evaluate(request: EvaluationRequest) -> int:
     """Draw the pictures that are missing, measure, print a table and write ``evaluation.json``; return 0."""
     run_dir, device = Path(request.run), find_device(request.device, who="evaluate")
-    pipeline, config = runs.find_pipeline(request.run, who="run"), run_dir / "config.yaml"
-    spec = RunSpec(read_yaml(config) if config.is_file() else {})
+    pipeline = runs.find_pipeline(request.run, who="run")
+    spec = RunSpec(read_part((runs.run_of(pipeline) or pipeline) / "config.yaml", read_yaml, who="evaluate"))
     data = request.data or _data_of(spec, request.run)
+    if data.loader_options.loaders is not None:  # encoders elsewhere, of a training that has ended
+        data.loaders = Loaders()
+        data.loaders.take(data.loader_options, (), in_memory=False)
     source, features = held_out(data), request.read_features(data, device)
     classifier = data.source_train.classifier
     generation = request.generation(pipeline, spec, data)
@@ -114,9 +123,10 @@ def evaluate(request: EvaluationRequest) -> int:
             estimates = _of_pictures(features, request, wanted, data) | estimates
     finally:
         folder.unlock()
+    home = pipeline.parent  # a checkpoint, or the run
     record = {
         "run": request.run,
-        "steps": runs.finished_step(place_of_run or output_dir),
+        "steps": checkpoint.step_of(home) if checkpoint.is_step(home.name) else runs.finished_step(home),
         "date": datetime.now(UTC).date().isoformat(),
         "num_samples": len(wanted),
         "held_out": len(source),
@@ -130,14 +140,22 @@ def evaluate(request: EvaluationRequest) -> int:
 
 
 def _data_of(spec: RunSpec, run: str) -> SDDataModule:
-    if not spec.get("data"):
+    if (found := _not_built(spec, "data")) is not None:
         raise UsageError(
-            f"evaluate got run={run}, which has no config.yaml that names its data; add data=images "
-            "data.train_data_dir=<folder>, or give a run of sd_lightning.train"
+            f"evaluate got run={run}, which has no config.yaml that names data of this package, without ${{…}} (others "
+            f"may have written it, and it has {found}); add data=images data.train_data_dir=<folder>, or data=<yours>"
         )
-    if "encoders" in spec["data"]:
-        spec = spec.with_settings({"data.encoders": "trainer"})
-    return spec.build("data")
+    here = {name: each for name, each in spec["data"].items() if name not in ENCODER_FIELDS}
+    return RunSpec({"data": here}).build("data")
+
+
+def _not_built(spec: RunSpec, section: str) -> str | None:
+    """Return the setting by which a section would run foreign code or read the environment; None if none would."""
+    presets = [each["_target_"] for each in presets_of(section).values()]
+    values = {f"{section}._target_": None, **dict(leaves({section: spec.get(section)}))}
+    targets = {key for key in values if key.endswith("_target_")}
+    bad = (key for key, each in values.items() if "${" in str(each) or (key in targets and each not in presets))
+    return next((f"{key}={values[key]}" for key in bad), None)
 
 
 def _opened(output_dir: Path, run: str) -> runs.RunFolder:
@@ -211,32 +229,27 @@ def _prompted_accuracy(
     return {"prompted accuracy": share_estimate(share, len(judged))}
 
 
-class _CaptionGaps(pl.Callback):
-    """Callback that keeps the caption gap of each held-out image."""
-
-    def __init__(self) -> None:
-        self.gaps: list[Tensor] = []
-
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        if "caption_gap" in outputs:
-            gaps = outputs["caption_gap"]
-            self.gaps.append(gaps[batch.get("sample_weight", torch.ones_like(gaps)) > 0].cpu())
-
-
 def _caption_gap(
     model: LatentDiffusion, data: SDDataModule, spec: RunSpec, device: torch.device
 ) -> dict[str, Estimate]:
     """Return the caption gap as the run's validation measures it, if it can be measured."""
-    kept = _CaptionGaps()
+    if spec.get("objective") and (found := _not_built(spec, "objective")) is not None:
+        print(f"the caption gap is not measured with {found}: others may have written it, so it is not built")
+        return {}
+    kept: list[Tensor] = []
+
+    def keep(trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, *_: Any) -> None:
+        if (gaps := outputs.get("caption_gap")) is not None:
+            kept.append(gaps[batch.get("sample_weight", torch.ones_like(gaps)) > 0].cpu())
+
     module = SDLightningModule(model, objective=spec.objective, seed=spec.get("seed", 0))
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     devices = 1 if device.type == "cpu" else [device.index or 0]
     alone = [LightningEnvironment()]  # under SLURM, Lightning would ask for a device for each task
-    options: Any = {"accelerator": device.type, "devices": devices, "callbacks": [kept], "plugins": alone, **off}
-    pl.Trainer(**options).validate(module, data, verbose=False)
-    return {"caption gap": mean_estimate(torch.cat(kept.gaps))} if kept.gaps else {}
+    options |= {"callbacks": [LambdaCallback(on_validation_batch_end=keep)], "plugins": alone}
+    trainer = pl.Trainer(accelerator=device.type, devices=devices, enable_checkpointing=False, **options)
+    trainer.validate(module, data, verbose=False)
+    return {"caption gap": mean_estimate(torch.cat(kept))} if kept else {}
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:

@@ -81,8 +81,7 @@ class ExportSource:
     @property
     def run_dir(self) -> Path | None:
         """The run that it lies in, if it lies in one."""
-        places = [self.pipeline.parent, *self.pipeline.parents[2:3]]  # of a run, or of a checkpoint in it
-        return next((folder for folder in places if (folder / "config.yaml").is_file()), None)
+        return runs.run_of(self.pipeline)
 
 
 @dataclass(frozen=True)

@@ -241,10 +241,10 @@ def _started(spec: RunSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         UsageError: It cannot be read, or has another kind of value there.
     """
     resume = spec["resume"]
-    root = spec.output_dir if resume == "auto" else Path(resume)
-    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
-    if file is None:
+    run_dir = runs.run_of(spec.output_dir if resume == "auto" else Path(resume))
+    if run_dir is None:
         return {}, {}
+    file = run_dir / "config.yaml"
     try:
         started = untrusted.read_yaml(file)
         model = started.get("model") if isinstance(started, dict) else None

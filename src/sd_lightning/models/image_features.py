@@ -78,10 +78,11 @@ def read_image_features(source: str, *, device: torch.device) -> ImageFeatures:
         if features.tokenizer is not None:
             features.caption_scores(tried, ["a caption that is cut " * 100])
     except Exception as error:  # a damaged file raises one of many
+        hub = "" if Path(source).exists() else ", which is no folder, nor within reach on the hub (HF_HUB_OFFLINE?),"
         raise UsageError(
-            f"features={source} gives no features of pictures: {shorten(str(error), 120)}; expected a "
-            "vision model that transformers reads, or a file of FID's Inception weights; write features="
-            f"openai/clip-vit-base-patch32, the folder of one, or features={INCEPTION}"
+            f"features={source}{hub} gives no features of pictures: {shorten(str(error), 120)}; expected a vision "
+            "model that transformers reads, as openai/clip-vit-base-patch32 is, or a file of FID's Inception weights; "
+            "give the folder of one, or that file"
         ) from error
     return replace(features, num_features=tried.shape[-1])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_lightning.report.drawing import number
-from sd_lightning.storage.runs import EVALUATION, finished_step
+from sd_lightning.storage.runs import EVALUATION, newest_step
 from sd_lightning.storage.untrusted import read_json
 
 HEAD = ("metric", "value", "95 % interval", "pictures", "note")
@@ -19,7 +19,7 @@ def read_evaluation(run_dir: Path) -> dict[str, Any]:
     try:
         found = read_json(run_dir / EVALUATION)
         whole = table(found) and circumstances(found)
-        return found if whole and found["steps"] == finished_step(run_dir) else {}
+        return found if whole and newest_step(run_dir) in (-1, found["steps"]) else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

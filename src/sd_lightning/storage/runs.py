@@ -343,6 +343,13 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     return newest / "pipeline"
 
 
+def run_of(path: Path) -> Path | None:
+    """Return the run's folder, which has its settings, of a run, a checkpoint in it or a pipeline in either."""
+    places = [path, path.parent] if path.name == "pipeline" else [path]
+    places += [place.parents[1] for place in places if place.parent.name == "checkpoints"]
+    return next((place for place in places if (place / "config.yaml").is_file()), None)
+
+
 def holds(run_dir: Path, path: Path) -> bool:
     """Return whether a path lies in a run's directory; links are followed, also those of the run's parts.
 
@@ -426,6 +433,11 @@ def finished_step(run_dir: Path) -> int:
         return int(read_json(run_dir / "summary.json")["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the step of a run's results or newest checkpoint, whichever is later; -1 without any."""
+    return max([finished_step(run_dir), *map(checkpoint.step_of, checkpoint.all_checkpoints(run_dir))])
 
 
 def go_back(run_dir: Path, step: int) -> None:

@@ -86,7 +86,7 @@ def held_out(data: SDDataModule) -> Source:
     """
     if data.source_val is None:
         raise UsageError(
-            "evaluate got data of which nothing is held out; expected pictures that the model has not seen; add "
-            "data=images data.train_data_dir=<folder> data.num_val_samples=64"
+            "evaluate got data of which nothing is held out; expected captioned pictures that the model has not seen; "
+            "add data=images data.train_data_dir=<folder of those> data.val_data_dir=<the same>"
         )
     return data.source_val

@@ -46,7 +46,7 @@ $ generate 'prompts=[a cat&co, seven]'
 error: cannot read … 'prompts=["a cat&co",seven]'
 then generate 'prompts=["a cat&co",seven]'
 $ dreambooth
-error: dreambooth got neither instance_data_dir or instance_prompt and subjects … write instance_data_dir=<folder
+error: dreambooth got no photos … write instance_data_dir=<folder
 then dreambooth instance_data_dir=few
 $ dreambooth merge_lora=true
 error: no key 'merge_lora' … write trainable=lora merge_lora=true

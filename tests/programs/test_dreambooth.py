@@ -280,15 +280,15 @@ def test_what_does_not_fit_into_the_model_is_refused_before_class_images_are_dra
 def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
     token: str, caption: str, prompt: str, remedy: str | None
 ) -> None:
-    given = {"learn_token": True, "placeholder_token": token, "initializer_token": None}
+    given = {"learn_token": True, "placeholder_token": token, "initializer_token": None, "subjects": []}
     prior = {"with_prior_preservation": True, "class_prompt": prompt, "class_prompts": []}
     spec = RunSpec({**given, **prior, "num_class_images": 4, "sample_batch_size": 4})
     if remedy is None:
-        dreambooth.check_token(token, [caption])
+        dreambooth.check_token(spec, [caption])
         assert dreambooth.class_prompts(spec, [caption]) == [prompt]
         return
     with pytest.raises(UsageError, match=re.escape(remedy)):
-        dreambooth.check_token(token, [caption])
+        dreambooth.check_token(spec, [caption])
         dreambooth.class_prompts(spec, [caption])
 
 

@@ -96,6 +96,10 @@ def test_outside_of_a_mask_the_loss_has_exactly_the_gradient_of_its_weight(
     outside = (mask == weight).expand_as(masked) & (mask.amin((2, 3), keepdim=True) < 1)
     assert bool((masked[outside] == 0).all()) == (weight == 0)
 
+    half = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(2)).bfloat16()  # as bf16-true casts batches
+    both = [losses.mean(model.networks, batch | {"loss_mask": each}) for each in (half, half.float())]
+    assert torch.equal(*both)
+
     nothing = losses.mean(model.networks, batch | {"loss_mask": torch.zeros(3, 1, 8, 8)})
     assert nothing.item() == 0 and torch.autograd.grad(nothing, prediction)[0].count_nonzero() == 0
 

@@ -357,6 +357,7 @@ class Objective:
         error = F.mse_loss(prediction.float(), batch.target, reduction="none")
         if mask is None:
             return error.flatten(1).mean(dim=1) * batch.weights
+        mask = mask.to(error.dtype)  # strategies cast batches: bf16 would round the sum
         total = mask.flatten(1).sum(dim=1).clamp(min=torch.finfo(mask.dtype).tiny)
         return (error.mean(dim=1, keepdim=True) * mask).flatten(1).sum(dim=1) / total * batch.weights
 

@@ -69,7 +69,7 @@ def test_what_has_no_use_or_no_place_is_refused_before_the_model_is_read(call_ma
     code, out = call_main(generate, *given, "quantization=int8", "save_to=small")
     assert code and "got offload=blocks and no prompts to draw; leave it out" in out, out
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "_device", lambda _: torch.device("mps"))
-        patch.setattr(app, "_load", lambda *_: pytest.fail("the model was read"))
+        patch.setattr(app, "find_device", lambda _, **__: torch.device("mps"))
+        patch.setattr(app, "load_model", lambda *_: pytest.fail("the model was read"))
         code, out = call_main(generate, *given, *QUICK)
     assert code and "offload=blocks device=mps; expected cuda or cpu" in out, out

@@ -110,6 +110,7 @@ def test_training_on_embeddings_is_training_on_captions(
     code, out = call_main(train, *training, "module.train_text_encoder=true", "output_dir=runs/trained")
     assert code == 0, out
     assert "the text encoders are trained" in caplog.text
+    training.append("data.tag_separator=p")  # "7 pictures"
     assert call_main(train, *training, "data.tag_dropout=0.5", "module.train_text_encoder=true", "output_dir=t")[0] == 0
     code, out = call_main(train, *training, "data.shuffle_tags=true", "output_dir=runs/shuffled")
     assert code == 2 and "data.shuffle_tags=true changes captions, and this store has the text encoders' output" in out

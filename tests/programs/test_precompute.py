@@ -222,7 +222,7 @@ def test_refusals_of_precompute(cli: Any, photos: Path, tmp_path: Path) -> None:
         (["store=latents", "shard_mb=0"], "shard_mb=0"),
         (["store=ftp://somewhere"], "ftp:// is not known"),
         (["store=latents", "data.caption_prefix=sks"], "data.caption_prefix=sks, which a store does not hold; give it"),
-        (["store=latents", "data.enable_wildcard=true"], "data.enable_wildcard=true, which a store does not hold; give it"),
+        (["store=latents", "data.enable_wildcard=true"], "data.enable_wildcard=true, which a store does not hold"),
         ([], "store has no value"),
     ):
         assert words in refused(cli(*of(photos), *given))

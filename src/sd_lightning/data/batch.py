@@ -22,13 +22,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
 from sd_lightning.data.source import BadSample, Source, StoredLatents
 from sd_lightning.data.sources.masks import Crop, loss_weights, place_mask
-from sd_lightning.data.transform import (
-    ImageOptions,
-    Placed,
-    any_error_is_a_bad_sample,
-    place,
-    to_model_range,
-)
+from sd_lightning.data.transform import ImageOptions, Placed, any_error_is_a_bad_sample, place, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.state.ranks import gathered

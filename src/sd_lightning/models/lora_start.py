@@ -10,12 +10,7 @@ from typing import Any
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning.models.loading import PipelineParts, read_lora
-from sd_lightning.models.lora import (
-    WEIGHTS_NAME,
-    Lora,
-    layer_names,
-    matching,
-)
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, layer_names, matching
 from sd_lightning.models.lora_formats import FILE_NAME
 from sd_lightning.storage import far_runs, runs
 

@@ -111,6 +111,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         add_line(name, counts | {"seconds": seconds}, results, origin=terminalreporter.config.stash[ORIGIN])
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that do not name a mark which ``-m "slow and …"`` asks for: importing all takes half a minute."""
+    asked = set(config.getoption("markexpr").replace("not ", "not-").split(" and ")) & {"slow", "alone"}
+    if asked and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        text = collection_path.read_text(encoding="utf-8")
+        return True if any(f"mark.{name}" not in text for name in asked) else None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
     chosen, gpu_part = config.getoption("--part"), config.getoption("--gpu-part")

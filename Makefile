@@ -58,7 +58,8 @@ install: $(STAMP)
 train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
 
-IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu"
+# Files are begun in the order of conftest.py.
+IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1) and not alone and not gpu"
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
 DEFAULT_TESTS = $(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)

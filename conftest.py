@@ -53,6 +53,16 @@ PARTS = {
 }
 """Parts of `make test-full`: name -> what it proves. Each takes at most 40 minutes on two cores."""
 
+LONGEST = (
+    "programs/test_quality.py",  # trains the model that others wait for
+    "strategies/test_strategies_common.py",
+    "strategies/test_family_strategies.py",
+    "programs/test_family_programs.py",
+    "programs/test_far_training.py",
+    "programs/test_dreambooth_quality.py",
+)
+"""Files of minutes: workers begin with them, so that none has one left when the others are done."""
+
 ORIGIN = pytest.StashKey[Any]()
 """`lines.Origin` of the run of a part, from benchmarks/."""
 
@@ -139,6 +149,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        counts = Counter(item.path for item in items)
+        first = {REPO / "tests" / name: place for place, name in enumerate(LONGEST, -len(LONGEST))}
+        items.sort(key=lambda item: (first.get(item.path, 0), -counts[item.path]))
     for item in items:
         if any(map(item.get_closest_marker, ("slow", "full"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))

@@ -3,8 +3,6 @@
 import functools
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from filelock import FileLock
 from PIL import Image
 
 from feature_networks import save_clip, save_dinov2
+from ranks import run_program
 from sd_lightning import LatentDiffusion, compare, evaluate, train
 from sd_lightning import generate as generate_program
 from sd_lightning.apps import class_images
@@ -202,10 +201,8 @@ def test_one_of_two_processes_evaluates(call_main: Any, networks: Path) -> None:
         "callbacks.evaluation.metrics=[kid]",
         f"callbacks.evaluation.features={networks / 'clip'}",
     ]
-    command = [sys.executable, "-m", "sd_lightning.train", *TRAIN, *given, "sampling.num_inference_steps=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written to runs/d/evaluation.json") == 1
+    printed = run_program("train", *TRAIN, *given, "sampling.num_inference_steps=2")
+    assert printed.count("written to runs/d/evaluation.json") == 1
     assert evaluation(Path("runs/d"))["metrics"]["KD-CLIP"]["count"] == 20
 
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from locations import opened
+from ranks import run_program
 from s3_server import S3Server
 from sd_lightning import train
 from sd_lightning.apps import hub
@@ -166,10 +167,8 @@ def test_a_run_goes_on_on_another_machine(
 
 
 @pytest.mark.slow
-def test_two_processes_of_one_machine(bucket: Location, call_main: Call) -> None:
-    run = started("strategy=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2")
-    out = run.communicate(timeout=200)[0]
-    assert run.returncode == 0, out
+def test_two_processes_of_one_machine(bucket: Location) -> None:
+    run_program("train", *SMALL, "strategy=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=2")
     assert tree(bucket) == on_disk() and steps(bucket) == [1, 2]
 
 

@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_nothing_behind(start: Any, folders: dict[str, Path], tmp_
     assert not ranks_in(tmp_path) and not list(tmp_path.rglob("*.png"))
 
 
-@pytest.mark.slow
+@pytest.mark.full("exits")
 def test_a_mistake_that_shows_when_weights_are_read_is_one_line(
     start: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:

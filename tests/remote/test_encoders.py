@@ -36,6 +36,7 @@ from sd_lightning.remote import encoders
 from sd_lightning.remote.encoder_pool import EncoderPool, packed, usage_error
 from sd_lightning.remote.encoders import EncodedLoader, RayEncoders, resize
 from square_data import Squares
+from suites import keep
 
 
 def processes(ray: Any, loaders: RayEncoders) -> dict[int, int]:
@@ -162,7 +163,7 @@ def test_the_command_line_tells_where_encoders_are_and_which_side_waits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_start", [False, True])
+@pytest.mark.parametrize("at_start", keep([False], [False, True], "cluster"))
 def test_an_encoder_that_keeps_dying_is_named(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
@@ -336,8 +337,8 @@ def test_throughput_is_that_of_the_slower_side(ray: Any, tmp_path: Path) -> None
                 break
             time.sleep(step)
         # A pause of the trainer makes a long round of three batches, and then short ones of those that were encoded
-        # meanwhile: hence the median, after the nine that are in flight at first. If sides took turns, a round would take
-        # half as long again; a busy machine makes calls slower, and so the step of encoders, which is in the shares.
+        # meanwhile: hence the median, after the nine that are in flight at first. If the sides took turns, it would be
+        # half as long again. A busy machine makes the calls of encoders slower: that is in their share.
         rounds = sorted(zip(arrivals[9:], arrivals[12:]), key=lambda each: each[1][0] - each[0][0])
         (begun, before), (ended, after) = rounds[len(rounds) // 2]
         expected = max(step, 0.3 / number)

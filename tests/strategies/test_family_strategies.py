@@ -13,6 +13,7 @@ import pytest
 
 from comparing import rms
 from ranks import run_jobs
+from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from small_models import TINY_TRANSFORMERS
 from strategy_table import STRATEGIES
 from suites import keep, wanted
@@ -126,6 +127,9 @@ def test_a_run_goes_from_one_strategy_to_the_next_as_if_one_process_trained(
         assert legs[number]["losses"] == pytest.approx(expected, abs=2e-6), name
     for kind in ("master", "exp_avg", "ema"):
         assert 0 < rms(legs[-1]["checkpoint"], whole["checkpoint"], kind) <= 1e-6, kind
+    ours, theirs = (read_trainer_state(Path(found["checkpoint"])) for found in (legs[-1], whole))
+    assert {float(entry["scalars"]["step"]) for entry in ours["parameters"].values()} == {STEPS}
+    assert ours["callbacks"] == theirs["callbacks"], "the average has counted other updates"
 
 
 @pytest.mark.needs("{family}:{name}:sampled", "{family}:{name}:plain", "{family}:whole")

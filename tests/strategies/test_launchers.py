@@ -474,7 +474,6 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("strategies", "runs"),
     [
@@ -482,7 +481,7 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
         pytest.param(
             ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini"),
             50,
-            marks=[pytest.mark.full("exits"), pytest.mark.timeout(3600)],
+            marks=[pytest.mark.full("exits"), pytest.mark.alone, pytest.mark.timeout(3600)],
         ),
     ],
     ids=["once", "fifty times"],

@@ -5,9 +5,9 @@ Only their own virtual link is used; nothing leaves this machine.
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launched_training import BIN, SMALL, TRAIN
+from refusals import call
 from suites import keep
 
 STEPS = 2
@@ -100,11 +101,7 @@ def single_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The last loss of one process with the same batches."""
     run_dir = tmp_path_factory.mktemp("single") / "run"
     steps = (f"trainer.max_steps={STEPS}", f"lr_scheduler.total_steps={STEPS}")
-    command = [sys.executable, "-m", TRAIN, *SMALL[1:], *steps, f"output_dir={run_dir}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert call(shlex.join(["train", *SMALL[1:], *steps, f"output_dir={run_dir}"])) == 0
     return final_loss(run_dir)
 
 

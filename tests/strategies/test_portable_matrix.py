@@ -62,7 +62,7 @@ def test_a_checkpoint_loads_bit_equal_under_another_strategy_and_world_size(
                 assert entry["loss"] == pytest.approx(losses[source][SAVED_AT], abs=1e-6), f"{source} -> {target}"
 
 
-@pytest.mark.slow
+@pytest.mark.full("matrix")  # test_family_strategies.py has shorter relays, one of each family
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "legs",
@@ -75,7 +75,6 @@ def test_a_checkpoint_loads_bit_equal_under_another_strategy_and_world_size(
                 (2, {"zero1": 6, "gemini_small_chunks": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
             ),
             id="there and back",
-            marks=pytest.mark.full("matrix"),
         ),
     ],
 )

@@ -85,6 +85,24 @@ def run_jobs_of_all(
     return [dict(zip(jobs, each, strict=True)) for each in found]
 
 
+def run_program(name: str, *arguments: str, world_size: int = 2, timeout: float = 240) -> str:
+    """Run ``python -m sd_lightning.<name>`` in this folder on every rank, as torchrun does; return what they printed.
+
+    Raises:
+        AssertionError: A rank failed, or they took too long.
+    """
+    return _fork("ranks:do_program", name, os.getcwd(), *arguments, world_size=world_size, timeout=timeout)
+
+
+def do_program(name: str, folder: str, *arguments: str) -> None:
+    """Be a rank of ``run_program``."""
+    from sd_lightning import _conf
+
+    os.chdir(folder)
+    sys.argv = [name, *arguments]
+    _conf.main(importlib.import_module(f"sd_lightning.{name}").PROGRAM)
+
+
 def do_jobs(module: str, accelerator: str, place: str) -> None:
     """Do the jobs of a folder on this rank, and write what it found."""
     import torch
@@ -109,13 +127,14 @@ def do_jobs(module: str, accelerator: str, place: str) -> None:
         dist.destroy_process_group()
 
 
-def _fork(function: str, *arguments: str | Path, world_size: int, timeout: float) -> None:
-    """Call ``module:name`` of this folder on every rank, in the environment that torchrun sets."""
+def _fork(function: str, *arguments: str | Path, world_size: int, timeout: float) -> str:
+    """Call ``module:name`` of this folder on every rank, in this environment and torchrun's; return what they print."""
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         order = {"function": function, "arguments": [str(a) for a in arguments], "world_size": world_size}
-        server.stdin.write(json.dumps(order | {"folder": folder}).encode() + b"\n")
+        order |= {"folder": folder, "environment": dict(os.environ)}
+        server.stdin.write(json.dumps(order).encode() + b"\n")
         answer = server.stdout.readline()
         assert answer, "the process that ranks are forks of has ended; its standard error says why"
         pids = json.loads(answer)
@@ -132,6 +151,7 @@ def _fork(function: str, *arguments: str | Path, world_size: int, timeout: float
         said = "\n".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
     late = "" if in_time else f" after {timeout} s"
     assert in_time and not any(codes), f"{function}: exit codes {codes}{late}\n{_last_words(said)}"
+    return said
 
 
 def _end(pids: list[int]) -> None:
@@ -209,7 +229,7 @@ def serve() -> None:
 def _become(rank: int, port: int, order: dict[str, Any]) -> None:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    os.environ |= _environment(rank, order["world_size"], port)
+    os.environ |= order["environment"] | _environment(rank, order["world_size"], port)
     rank_zero_only.rank = rank
     output = os.open(f"{order['folder']}/rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)

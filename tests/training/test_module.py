@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import small_training
+from ranks import run_program
 from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDDataModule, SDLightningModule
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
@@ -345,16 +346,17 @@ QUICK = [
     ],
 )
 def test_ddp_on_two_processes_learns_what_one_process_learns(
-    family: str, split: list[str], tmp_path: Path, run_python: Callable[..., Any]
+    family: str, split: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     arguments = [*QUICK]
     if family == "sdxl":
         LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path / "sdxl")
         arguments += [f"model.pretrained={tmp_path / 'sdxl'}", "model.architecture=sdxl"]  # the rest as for tiny
     states, metrics = [], []
-    for name, options in (("one", []), ("two", ["strategy=ddp", *split])):
+    for world_size, name, options in ((1, "one", []), (2, "two", ["strategy=ddp", *split])):
         run_dir = tmp_path / name
-        run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", *arguments, *options, cwd=tmp_path, check=True)
+        run_program("train", f"output_dir={run_dir}", *arguments, *options, world_size=world_size)
         summary = json.loads((run_dir / "summary.json").read_text())
         assert summary["steps"] == 4
         states.append(small_training.stored(Path(summary["checkpoint"])))

@@ -69,7 +69,7 @@ def test_uneven_accumulation_trains_and_tells_the_losses_of_whole_batches() -> N
     assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.full("matrix")
 def test_three_processes_train_a_batch_of_eight_as_one_does_under_each_engine(tmp_path: Path) -> None:
     def job(strategy: str, devices: int) -> dict[str, Any]:
         run_dir = str(tmp_path / f"{strategy}-{devices}")

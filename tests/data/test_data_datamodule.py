@@ -5,8 +5,6 @@ Ranks are played one after the other in this process (`RankTrainer`); a real pro
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 import small_training
-from places import SUPPORT
+from ranks import run_jobs_of_all
 from sd_lightning import train
 from sd_lightning._errors import UsageError
 from sd_lightning.data.builders import digits_data
@@ -367,49 +365,17 @@ def test_another_module_is_refused() -> None:
         trainer(1).fit(BoringModel(), datamodule())
 
 
-DDP = """
-import sys, torch, lightning.pytorch as pl
-sys.path.insert(0, sys.argv[1])
-from square_data import *
-from sd_lightning import UsageError
-from sd_lightning.strategies.processes.group import leave_process_group
-images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
-module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)),
-                                      max_bad_fraction=0.1)
-made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=9, logger=False, enable_checkpointing=False,
-                  enable_progress_bar=False)
-made.fit(module, data)
-bad = data.bad.gather()
-broken = tuple(range(0, 70, 5))  # a rank meets fewer than the limit of 10 in an epoch, both together 12
-try:
-    made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=20, logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False)
-    made.fit(Recorder(), datamodule(images=images, source=Squares(70, broken), max_bad_fraction=0.15))
-    error = "none"
-except UsageError as refused:
-    error = str(refused)
-shown = [batch["index"].tolist() for batch in module.val_batches]
-torch.save((module.steps, shown, bad, error, made.global_step), f"{sys.argv[2]}/{made.global_rank}.pt")
-leave_process_group()
-"""
-
-
 @pytest.mark.slow
 def test_two_real_processes_share_the_encoding_and_see_the_same_bits(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(DDP)
-    command = [sys.executable, str(script), str(SUPPORT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    ranks = [each["shared"] for each in run_jobs_of_all("square_data", {"shared": {}}, tmp_path, world_size=2)]
     images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
     one = fit(9, images=images, cache_latents=True, source=Squares(70, (4, 33)), max_bad_fraction=0.1)
-    assert [a + b for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == one
-    assert (ranks[0][1][-1], ranks[1][1][-1]) == ([0, 1, 2], [3, 4, 5])
-    for *_, error, steps in ranks:
-        assert "data: 12 samples cannot be used" in error and "allows (10)" in error
-        assert steps == 8, "stopped at the start of the second epoch"
-    assert ranks[0][2] == ranks[1][2] == {"square-4": "torn", "square-33": "torn"}
+    assert [a + b for a, b in zip(ranks[0]["seen"], ranks[1]["seen"], strict=True)] == json.loads(json.dumps(one))
+    assert (ranks[0]["shown"][-1], ranks[1]["shown"][-1]) == ([0, 1, 2], [3, 4, 5])
+    for rank in ranks:
+        assert "data: 12 samples cannot be used" in rank["error"] and "allows (10)" in rank["error"]
+        assert rank["steps"] == 8, "stopped at the start of the second epoch"
+        assert rank["bad"] == {"square-4": "torn", "square-33": "torn"}
 
 
 class _Batches(pl.Callback):

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from launched_training import slurm_task
+from ranks import run_program
 from sd_lightning import LatentDiffusion, UsageError, generate
 from sd_lightning.apps.tensor_parallel import check_size, num_ranks
 from sd_lightning.planner.passes import weight_bytes
@@ -128,12 +129,17 @@ def test_auto_on_a_cpu_is_one_process_also_of_an_int8_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", keep(["torchrun"], ["torchrun", "slurm"], "exits"))
+@pytest.mark.parametrize("launcher", keep(["forks"], ["forks", "torchrun", "slurm"], "exits"))
 def test_processes_of_a_launcher_are_used(
     launcher: str, cli: Any, start: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     given = [f"model.pretrained={folders['int8']}", *QUICK]
     assert cli(*given, "output_dir=one")[0] == 0
+    if launcher == "forks":  # as torchrun starts them
+        printed = run_program("generate", *given, "output_dir=two", "tensor_parallel=auto")
+        assert printed.count("1 picture in two/, all in two/grid.png") == 1, printed
+        assert np.abs(picture(tmp_path / "one") - picture(tmp_path / "two")).max() <= 1
+        return
     command = [*(TORCHRUN if launcher == "torchrun" else PROGRAM[:2]), "sd_lightning.generate", *given]
     tasks = [{}] if launcher == "torchrun" else [slurm_task(rank, os.getpid() * 10) for rank in (0, 1)]
     size = "auto" if launcher == "torchrun" else "2"

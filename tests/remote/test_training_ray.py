@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from locations import opened
-from ray_training import Training, weights
+from ranks import run_program
+from ray_training import SMALL, Training, weights
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import launching
 from sd_lightning.apps.run_spec import RunSpec
@@ -217,7 +218,7 @@ class TestTheEndIsOneLine:
         timer.start()
         begin = time.monotonic()
         code = training._follow(lambda: fit.wait(60), events, Events(), Ray(num_workers=2), lambda: "from step 4")
-        assert code == 75 and fit.is_set() and time.monotonic() - begin < 1.2
+        assert code == 75 and fit.is_set() and time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(("kind", "line"), [("cause", "the number of workers changes"), ("failure", "rank 1 died")])
@@ -331,8 +332,8 @@ def test_a_worker_that_dies_costs_the_steps_since_the_checkpoint(start: Start, t
     assert killed.wait() == 0, killed.output()
     lines = [line for line in killed.output().splitlines() if "the run goes on from step" in line]
     assert len(lines) == 1 and "rank 1" in lines[0] and "died" in lines[0], killed.output()
-    local = start("local", "strategy=gemini", "trainer.devices=2", address=None, steps=10)
-    assert local.wait() == 0, local.output()
+    length = ("trainer.max_steps=10", "lr_scheduler.total_steps=10", f"output_dir={tmp_path / 'local'}")
+    run_program("train", *SMALL, *length, "strategy=gemini", "trainer.devices=2")
     assert weights(tmp_path / "killed") == weights(tmp_path / "local")
 
 

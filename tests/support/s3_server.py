@@ -30,7 +30,8 @@ class Fault:
     """What happens to the requests that ``matches`` accepts, ``times`` often (-1: always).
 
     An error is answered instead of the request if there is a ``status``; else the server's own answer comes after
-    ``delay`` seconds and is cut after ``cut`` bytes of its body; ``lost`` does what was asked and answers nothing.
+    ``delay`` seconds, or once ``gate`` is set, and is cut after ``cut`` bytes of its body; ``lost`` does what was asked
+    and answers nothing.
     """
 
     matches: Callable[[Request], bool]
@@ -38,6 +39,7 @@ class Fault:
     status: str = ""
     code: str = ""
     delay: float = 0.0
+    gate: threading.Event | None = None
     cut: int | None = None
     lost: bool = False
     seen: int = 0
@@ -92,6 +94,8 @@ class S3Server:
         if fault.status:
             return self._refuse(request, fault, environ, start_response)
         time.sleep(fault.delay)
+        if fault.gate is not None:
+            fault.gate.wait(100)
         if fault.lost:
             b"".join(self._answer(environ, lambda *_: lambda _: None))
             return self._cut([], 0, environ)

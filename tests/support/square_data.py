@@ -1,6 +1,7 @@
 """Squares of color as data, and a module that records them: what each rank of a run has seen, bit for bit."""
 
 import hashlib
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import BadSample, Source
@@ -117,3 +119,24 @@ def datamodule(num_workers: int = 0, source: Any = None, val: Any = None, **opti
     images = ImageOptions(16, center_crop=False, random_flip=True, proportion_empty_prompts=0.3)
     defaults: dict[str, Any] = {"batch_size": BATCH, "images": images, "loader": LoaderOptions(num_workers)}
     return SDDataModule(source or Squares(), val, **defaults | options)
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on a rank of two, a job of ``ranks``; then with more bad samples than are allowed."""
+    images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
+    module = Recorder()
+    data = datamodule(
+        images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)), max_bad_fraction=0.1
+    )
+    common: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    common |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(max_steps=9, **common).fit(module, data)
+    bad = data.bad.gather()
+    made, error = pl.Trainer(max_steps=20, **common), ""
+    broken = tuple(range(0, 70, 5))  # a rank meets fewer than the limit of 10 in an epoch, both together 12
+    try:
+        made.fit(Recorder(), datamodule(images=images, source=Squares(70, broken), max_bad_fraction=0.15))
+    except UsageError as refused:
+        error = str(refused)
+    shown = [batch["index"].tolist() for batch in module.val_batches]
+    return {"seen": module.steps, "shown": shown, "bad": bad, "error": error, "steps": made.global_step}

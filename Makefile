@@ -115,7 +115,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+	$(RUN) -m mypy -n $(WORKERS)
 
 format: $(STAMP)
 	$(RUN) -m ruff check --fix .

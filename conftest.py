@@ -59,7 +59,11 @@ LONGEST = (
     "strategies/test_family_strategies.py",
     "programs/test_family_programs.py",
     "programs/test_far_training.py",
+    "remote/test_training_ray.py",
+    "remote/test_encoders.py",
     "programs/test_dreambooth_quality.py",
+    "programs/test_generate_tensor_parallel.py",
+    "house/test_packaging.py",
 )
 """Files of minutes: workers begin with them, so that none has one left when the others are done."""
 
@@ -130,6 +134,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(trylast=True)  # when -m has left its part out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
     chosen, gpu_part = config.getoption("--part"), config.getoption("--gpu-part")

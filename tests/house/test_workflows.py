@@ -5,6 +5,7 @@ import runpy
 import tomllib
 from typing import Any
 
+import pytest
 import yaml
 
 from places import REPO
@@ -50,3 +51,9 @@ def test_the_oldest_releases_are_the_lower_bounds() -> None:
     assert found["ray"].startswith("ray==") and found["deepspeed"].startswith("deepspeed=="), "of extras and platforms"
     twice = {"dependencies": ["a>=1.9"], "optional-dependencies": {"x": ["a[more]>=1.10; os_name == 'nt'", "me[x]"]}}
     assert oldest(twice, []) == {"a": "a==1.10"}
+
+
+def test_files_that_workers_begin_with_are_there(pytestconfig: pytest.Config) -> None:
+    longest = pytestconfig.pluginmanager.get_plugin(str(REPO / "conftest.py")).LONGEST  # type: ignore[union-attr]
+    assert [name for name in longest if not (REPO / "tests" / name).is_file()] == []
+    assert "--dist loadfile --no-loadscope-reorder" in (REPO / "Makefile").read_text(), "else by the number of tests"

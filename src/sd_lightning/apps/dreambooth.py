@@ -95,6 +95,8 @@ def subject_run(spec: RunSpec) -> RunSpec:
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
         check_token(spec, captions)
+    check_preservation(spec, captions)
+    if spec["learn_token"]:
         token = {name: spec[name] for name in ("placeholder_token", "initializer_token")}
         changes["learned_token"] = {"_target_": _LEARNED_TOKEN, **token}
     groups = caption_groups(photos, spec["validation_prompt"], for_samples=True)
@@ -261,6 +263,22 @@ def check_token(spec: RunSpec, captions: Iterable[str]) -> None:
                 f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
                 f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
             )
+
+
+def check_preservation(spec: RunSpec, captions: Iterable[str]) -> None:
+    """Check before class images are drawn that there are none beside ``preservation``, and that it fits the captions.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if spec.preservation is None:
+        return
+    if spec["with_prior_preservation"]:
+        raise UsageError(
+            "dreambooth got preservation and with_prior_preservation=true, two ways to keep the class; expected one: "
+            "write with_prior_preservation=false, or preservation=none"
+        )
+    spec.preservation.check(captions, token=spec["placeholder_token"] if spec["learn_token"] else None)
 
 
 def _words(prompt: str) -> set[str]:

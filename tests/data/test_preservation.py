@@ -135,7 +135,8 @@ def test_captions_without_the_words_and_captions_with_a_learned_word_are_refused
         Preservation(words={"sks": ""}).check(["a sks S* dog"], token="S*")
     Preservation(words={"S*": ""}).check(["a S* dog"], token="S*")
     with pytest.raises(UsageError, match="preservation needs adapters, .* write trainable=lora"):
-        check_adapters(None)
+        check_adapters(DOG, None)
+    check_adapters(None, None)
 
 
 def test_words_that_may_be_dropped_with_their_tag_are_refused() -> None:

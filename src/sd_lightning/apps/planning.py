@@ -217,9 +217,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
     batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
     resolution = spec["data.resolution"] or model.resolution
     model.family.check_sizes(resolution, vae_config=model.vae.config, setting="data.resolution")
-    preserves = spec.get("preservation") is not None
-    if preserves:
-        check_adapters(spec.lora)
+    check_adapters(spec.get("preservation"), spec.lora)
     caches = spec.get("data.cache_latents", "store" in spec["data"])
     return training_run(
         world_size if batch_size in (AUTO, None) else batch_size,
@@ -230,7 +228,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         precision=str(spec["trainer.precision"]),
         train_text_encoder=spec["module.train_text_encoder"],
         lora=spec.lora,
-        preserves=preserves,
+        preserves=spec.get("preservation") is not None,
         optimizer=spec.optimizer,
         gradient_checkpointing=spec["speed.gradient_checkpointing"] is True,
         kept={} if spec.recomputation is None else spec.recomputation.kept,

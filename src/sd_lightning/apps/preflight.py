@@ -365,8 +365,7 @@ def check_optimizer(spec: RunSpec) -> None:
         UsageError: Their settings are invalid.
     """
     _ = spec.objective, spec.speed, spec.lora, spec.learned_token
-    if spec.preservation is not None:
-        check_adapters(spec.lora)
+    check_adapters(spec.preservation, spec.lora)
     build, schedule = spec.optimizer, spec.lr_scheduler
     if not target_of(build).__module__.startswith(("torch.optim", "bitsandbytes.optim.", "sd_lightning.")):
         return  # others may need other parameter shapes

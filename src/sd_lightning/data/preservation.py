@@ -97,13 +97,13 @@ class Preservation:
                 )
 
 
-def check_adapters(lora: object | None) -> None:
-    """Check that there are adapters to do without.
+def check_adapters(preservation: object | None, lora: object | None) -> None:
+    """Check that where something is preserved, there are adapters to do without.
 
     Raises:
         UsageError: There are none.
     """
-    if lora is None:
+    if preservation is not None and lora is None:
         raise UsageError(
             "preservation needs adapters, without which the model predicts what it is held to, and all weights are "
             "trained; write trainable=lora, or preservation=none (and in dreambooth with_prior_preservation=true)"

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from sd_lightning.models.checkpointing import recompute_
 from sd_lightning.models.families.blocks import blocks_of, enable_gradient_checkpointing, recomputable, repeated_blocks
-from sd_lightning.models.families.conditioning import (
-    Conditioning,
-    flat_conditioning,
-    join_conditioning,
-    map_conditioning,
-)
+from sd_lightning.models.families.conditioning import Conditioning, flat_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.lora import freeze_unused
 from sd_lightning.models.meta import meta_batch, meta_conditioning, meta_networks, unused_parameters
@@ -94,13 +89,12 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
 
     def predicted(noisy: Tensor, count: int) -> Tensor:
         """Return predictions for as many captions as noisy latents, in ``count`` batches."""
-        inputs, conditioning = batch, in_batch[0] if in_batch else {}
+        parts = [batch, *in_batch[:1]]
         if count > 1:
-            inputs, conditioning = join_conditioning([batch] * count), join_conditioning(in_batch or [{}])
-        if encoders:
-            conditioning = model.condition(encoders, inputs)
+            parts = [map_conditioning(each, lambda tensor: torch.cat([tensor] * count)) for each in parts]
+        conditioning = model.condition(encoders, parts[0]) if encoders else parts[1]
         conditioning = map_conditioning(conditioning, lambda tensor: tensor.to(dtype))
-        return model.family.denoise(denoiser, noisy.to(dtype), inputs["timesteps"], conditioning)
+        return model.family.denoise(denoiser, noisy.to(dtype), parts[0]["timesteps"], conditioning)
 
     def step() -> Tensor:
         latents, noise = torch.empty_like(batch["latents"]), torch.empty_like(batch["latents"])

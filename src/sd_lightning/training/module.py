@@ -108,8 +108,7 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got text_encoder_lr={text_encoder_lr}; expected a number of at least 0, e.g. "
                 "text_encoder_lr=1e-5"
             )
-        if preservation is not None:
-            check_adapters(lora)
+        check_adapters(preservation, lora)
         if not 0 <= seed < 2**63:
             raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
         has_text = train_text_encoder or learned_token is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from sd_lightning._errors import UsageError
@@ -25,7 +25,7 @@ class Preservation:
         UsageError: Captions are given in no way or in two, or a value is out of range.
     """
 
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] | None = None
     """Words of captions -> those of the class in their place."""
     prompts: Sequence[str] = ()
     """Captions of which one is drawn for each sample and epoch, in place of its own with other words."""
@@ -43,7 +43,7 @@ class Preservation:
                 f"preservation got {'both' if self.words else 'neither'} words and prompts; expected one of the two: "
                 f"write {_EXAMPLE}, or captions of the class: 'preservation.prompts=[a photo of a dog]'"
             )
-        for word, other in self.words.items():
+        for word, other in (self.words or {}).items():
             if not word.strip() or self._pattern.search(other):
                 raise UsageError(
                     f"preservation.words={{{word}:{other}}}: expected the words of the subject, and words of its class "
@@ -53,7 +53,7 @@ class Preservation:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         """Finds the longest of the words; they may begin or end with non-letters."""
-        return re.compile("|".join(map(_whole, sorted(self.words, key=len, reverse=True))))
+        return re.compile("|".join(map(_whole, sorted(self.words or (), key=len, reverse=True))))
 
     @property
     def is_blank(self) -> bool:
@@ -69,7 +69,8 @@ class Preservation:
         """
         if self.prompts:
             return self.prompts[int(draw * len(self.prompts))]
-        return " ".join(self._pattern.sub(lambda found: self.words[found[0]], caption).split())
+        words = self.words or {}
+        return " ".join(self._pattern.sub(lambda found: words[found[0]], caption).split())
 
     def check(self, captions: Iterable[str], *, token: str | None = None) -> None:
         """Check that captions have words to replace, and that those of the class do not have a learned word.

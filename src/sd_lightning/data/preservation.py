@@ -93,8 +93,8 @@ class Preservation:
             if token is not None and re.search(_whole(token), kept):
                 raise UsageError(
                     f"preservation got the caption {kept!r} and learn_token=true, whose word {token} means nothing "
-                    f"without training; expected captions without it; write 'preservation.words={{{token}:}}', which "
-                    "leaves it out, or other preservation.prompts"
+                    f"without training; expected captions without it; write 'preservation.words={{{token}:\"\"}}', "
+                    "which leaves it out, or other preservation.prompts"
                 )
 
 

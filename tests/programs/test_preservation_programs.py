@@ -37,7 +37,7 @@ def test_a_run_logs_what_it_preserves_and_resumes_bit_for_bit(folder: Path) -> N
     logged = {name: values for name, values in read_metrics(folder / "run").items() if "preservation" in name}
     ((name, curve),) = logged.items()
     assert name == "train/preservation_loss" and len(curve) == 4
-    assert curve[0][1] == 0 < curve[3][1], "adapters begin at zero"
+    assert curve[0][1] < 1e-10 < curve[3][1], "adapters begin at zero"
     assert call(f"{COMMAND} {OFF} {WORDS} max_train_steps=2 output_dir=resumed") == 0
     assert call(f"{COMMAND} {OFF} {WORDS} max_train_steps=4 output_dir=resumed resume=auto") == 0
     straight, resumed = (checkpoint.all_checkpoints(each)[-1] for each in ("run", "resumed"))
@@ -55,7 +55,7 @@ BAD = [
     (f"{OFF} {WORDS} 'preservation.prompts=[a]'", "preservation got both words and prompts"),
     (f"{OFF} preservation=class 'preservation.words={{zwx:a}}'", "none of zwx is always in the caption 'a sks digit'"),
     (f"{OFF} preservation=class preservation.words=sks", "preservation.words=sks", "a dictionary"),
-    (f"{OFF} {WORDS} preservation.weight=-1", "preservation.weight=-1.0: expected a number above 0"),
+    (f"{OFF} {WORDS} preservation.weight=-1", "preservation.weight=-1: expected a number above 0"),
     (
         f"{OFF} preservation=class learn_token=true placeholder_token=sks 'preservation.prompts=[a sks]'",
         "learn_token=true",

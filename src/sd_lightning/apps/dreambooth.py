@@ -92,11 +92,10 @@ def subject_run(spec: RunSpec) -> RunSpec:
     every = [photo for each in photos.values() for photo in each]
     kept = captioned_photos(spec, CaptionOptions.kept).values()
     captions = sorted({photo.caption for each in kept for photo in each})
+    check_preservation(spec, captions)
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
         check_token(spec, captions)
-    check_preservation(spec, captions)
-    if spec["learn_token"]:
         token = {name: spec[name] for name in ("placeholder_token", "initializer_token")}
         changes["learned_token"] = {"_target_": _LEARNED_TOKEN, **token}
     groups = caption_groups(photos, spec["validation_prompt"], for_samples=True)

@@ -13,7 +13,8 @@ PROGRAM = _conf.Program(
     among=PROGRAMS,
     reserved={
         "model": {"deferred"},
-        "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler", "lora", "learned_token"},
+        "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler"}
+        | {"lora", "learned_token", "preservation"},
         "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},
         "callbacks.checkpoint": {"resume"},
         "data": {"loaders"},

@@ -135,6 +135,11 @@ def build_sampling(cfg: DictConfig) -> None:
     assert isinstance(_conf.instantiate(cfg.sampling), SamplingOptions)
 
 
+def build_preservation(cfg: DictConfig) -> None:
+    kept = RunSpec.of(cfg).preservation
+    assert kept is None or (kept.weight, kept.is_blank) == (1.0, not kept.words)
+
+
 def build_trainable(cfg: DictConfig) -> None:
     module = train_program.build_module(RunSpec.of(cfg))
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -159,6 +164,7 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
     "model": build_model,
     "objective": build_objective,
     "optimizer": build_optimizer,
+    "preservation": build_preservation,
     "quantization": build_quantization,
     "sampling": build_sampling,
     "strategy": build_strategy,
@@ -207,6 +213,8 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         return [f"data.train_data_dir={tmp_path}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]
+    if option == "preservation/class":
+        return ["preservation.words={sks dog:dog}"]
     if option == "optimizer/prodigy":
         return ["optimizer.lr=1"]  # model=tiny has a learning rate for AdamW
     return []

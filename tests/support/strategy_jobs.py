@@ -22,6 +22,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.data.builders import dreambooth_data, image_folder_data
+from sd_lightning.data.preservation import Preservation
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import Lora
@@ -150,6 +151,8 @@ def module_of(job: dict[str, Any]) -> Any:
     options = dict(job.get("module", {}))
     if job.get("lora"):
         options["lora"] = Lora(**job["lora"])
+    if job.get("preservation"):
+        options["preservation"] = Preservation(**job["preservation"])
     if job.get("token"):
         options |= {"learned_token": LearnedToken(job["token"]), "train_text_encoder": False}
     model = LatentDiffusion.build(job["architecture"], seed=1) if job.get("architecture") else None

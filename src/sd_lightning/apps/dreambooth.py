@@ -92,6 +92,7 @@ def subject_run(spec: RunSpec) -> RunSpec:
     every = [photo for each in photos.values() for photo in each]
     kept = captioned_photos(spec, CaptionOptions.kept).values()
     captions = sorted({photo.caption for each in kept for photo in each})
+    check_preservation(spec, captions)
     changes: dict[str, Any] = {"data.class_prompts": class_prompts(spec, captions)}
     if spec["learn_token"]:
         check_token(spec, captions)
@@ -261,6 +262,22 @@ def check_token(spec: RunSpec, captions: Iterable[str]) -> None:
                 f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
                 f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
             )
+
+
+def check_preservation(spec: RunSpec, captions: Iterable[str]) -> None:
+    """Check before class images are drawn that there are none beside ``preservation``, and that it fits the captions.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if spec.preservation is None:
+        return
+    if spec["with_prior_preservation"]:
+        raise UsageError(
+            "dreambooth got preservation and with_prior_preservation=true, two ways to keep the class; expected one: "
+            "write with_prior_preservation=false, or preservation=none"
+        )
+    spec.preservation.check(captions, token=spec["placeholder_token"] if spec["learn_token"] else None)
 
 
 def _words(prompt: str) -> set[str]:

@@ -14,6 +14,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.settings import options
 from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.preservation import check_adapters
 from sd_lightning.models.checkpointing import SavedActivations, description
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.alternatives import remedies
@@ -216,6 +217,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
     batch_size, sampling = spec["data.batch_size"], spec.get("sampling", {})
     resolution = spec["data.resolution"] or model.resolution
     model.family.check_sizes(resolution, vae_config=model.vae.config, setting="data.resolution")
+    check_adapters(spec.get("preservation"), spec.lora)
     caches = spec.get("data.cache_latents", "store" in spec["data"])
     return training_run(
         world_size if batch_size in (AUTO, None) else batch_size,
@@ -226,6 +228,7 @@ def run_of(spec: RunSpec, model: LatentDiffusion, world_size: int) -> TrainingRu
         precision=str(spec["trainer.precision"]),
         train_text_encoder=spec["module.train_text_encoder"],
         lora=spec.lora,
+        preserves=spec.get("preservation") is not None,
         optimizer=spec.optimizer,
         gradient_checkpointing=spec["speed.gradient_checkpointing"] is True,
         kept={} if spec.recomputation is None else spec.recomputation.kept,

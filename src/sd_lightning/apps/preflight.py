@@ -16,6 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.apps import hub
 from sd_lightning.apps.run_spec import AUTO, OF_PRETRAINED, RunSpec, refuse, target_of
+from sd_lightning.data.preservation import check_adapters
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, far_runs, runs, untrusted
 from sd_lightning.storage.atomic import check_place
@@ -364,6 +365,7 @@ def check_optimizer(spec: RunSpec) -> None:
         UsageError: Their settings are invalid.
     """
     _ = spec.objective, spec.speed, spec.lora, spec.learned_token
+    check_adapters(spec.preservation, spec.lora)
     build, schedule = spec.optimizer, spec.lr_scheduler
     if not target_of(build).__module__.startswith(("torch.optim", "bitsandbytes.optim.", "sd_lightning.")):
         return  # others may need other parameter shapes

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import Strategy
 
+    from sd_lightning.data.preservation import Preservation
     from sd_lightning.diffusion.objective import Objective
     from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.models.learned_token import LearnedToken
@@ -242,6 +243,10 @@ class RunSpec:
     @property
     def learned_token(self) -> LearnedToken | None:
         return self._part("learned_token")
+
+    @property
+    def preservation(self) -> Preservation | None:
+        return self._part("preservation")
 
     @property
     def model(self) -> ModelSource:

@@ -115,6 +115,7 @@ def _run(
     pretrained = spec.model.get("pretrained")
     checkpoints_of(trainer).pretrained_url = pretrained if far_runs.is_url(pretrained) else None
     datamodule = build_data(spec)
+    datamodule.check_preservation(spec.preservation, spec.learned_token)  # before the model is read
     if spec.model.is_ours and datamodule.source_train.latents is None:
         datamodule.images.check_model(spec.model.describe())  # before a chat model is read
     module = build_module(spec)
@@ -213,8 +214,9 @@ def build_module(spec: RunSpec) -> SDLightningModule:
 
 
 def wrap(spec: RunSpec, latent_diffusion: LatentDiffusion) -> SDLightningModule:
-    """Wrap a model for training, with LoRA adapters and a learned token if configured."""
-    optional = {"lora": spec.lora, "learned_token": spec.learned_token}  # users' own modules need not accept these
+    """Wrap a model for training, with LoRA adapters, a learned token and preservation if configured."""
+    # Users' own modules need not accept these.
+    optional = {"lora": spec.lora, "learned_token": spec.learned_token, "preservation": spec.preservation}
     return spec.build(
         "module",
         latent_diffusion=latent_diffusion,
@@ -240,6 +242,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     num_processes, accumulate = trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches
     datamodule.batching.check(datamodule.source_train, num_processes, accumulate)
     datamodule.check_model(module.latent_diffusion, train_text_encoder=module.encoder.train_text_encoder)
+    datamodule.check_preservation(getattr(module, "preservation", None))  # now it is known what a store has of texts
     saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
     if is_first_process():  # it reads files; the other ranks get the result before the first step

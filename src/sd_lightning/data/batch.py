@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
+from sd_lightning.data.preservation import Preservation
 from sd_lightning.data.source import BadSample, Source, StoredLatents
 from sd_lightning.data.sources.masks import Crop, loss_weights, place_mask
 from sd_lightning.data.transform import ImageOptions, Placed, any_error_is_a_bad_sample, place, to_model_range
@@ -134,6 +135,7 @@ class CaptionedImages(Dataset[Batch]):
     - ``input_ids`` by text encoder (B, L) int64; in validation also ``wrong_input_ids``, unless all samples have
       the same ids. ``text_embeddings`` instead, and beside ``wrong_input_ids`` ``wrong_text_embeddings``, where the
       source stores them: what ``Family.embed`` returns, in any floating-point type
+    - ``preserved_input_ids`` or ``preserved_text_embeddings`` with a ``Preservation``: of its captions
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
@@ -155,6 +157,7 @@ class CaptionedImages(Dataset[Batch]):
         max_bad: int | None = None,
         buckets: Sequence[Bucket] = (),
         latent_stride: int = 1,
+        preservation: Preservation | None = None,
     ) -> None:
         """Combine images, captions and randomness.
 
@@ -170,6 +173,7 @@ class CaptionedImages(Dataset[Batch]):
                 ``bad``.
             buckets: Shapes of the images; squares without any. All samples of a batch are of one bucket.
             latent_stride: Image pixels per latent along one side, for masks.
+            preservation: Adds captions whose predictions stay as they were (training).
         """
         self.source = source
         self.tokenize = tokenize
@@ -180,6 +184,7 @@ class CaptionedImages(Dataset[Batch]):
         self.max_bad = len(source) if max_bad is None else max_bad
         self.buckets = buckets
         self.latent_stride = latent_stride
+        self.preservation = preservation
         self._masks: dict[int, Tensor] = {}
         """By the number of the image, of those latents that have a mask: their crop stays the same."""
 
@@ -224,6 +229,8 @@ class CaptionedImages(Dataset[Batch]):
             "target_size": torch.tensor([shape] * len(keys)),
             "bad": list(bad.items()),
         }
+        if self.preservation is not None:
+            batch |= self._preserved(self.preservation, used, batch)
         if self.source.loss_weights is not None:
             weights = self.source.loss_weights[used]
             loss_weight = weights if loss_weight is None else loss_weight * weights
@@ -336,7 +343,7 @@ class CaptionedImages(Dataset[Batch]):
     def _captions(self, used: list[int], epoch: Tensor, index: Tensor) -> Batch:
         """Return the batch entries of the chosen captions; those that are stored encoded are not read."""
         which = self._choose_captions(epoch, index, used)
-        if self.options.changed_captions:
+        if self.options.changed_captions or (self.preservation is not None and self.preservation.words):
             captions = self._written(used, which, epoch, index)
             return {"input_ids": self.tokenize(captions), "captions": captions}
         embeddings = self.source.text_embeddings(used, which)
@@ -354,6 +361,15 @@ class CaptionedImages(Dataset[Batch]):
                 ids[name][kept] = each
             return {"input_ids": ids}
         return {"input_ids": stored}
+
+    def _preserved(self, preservation: Preservation, used: list[int], batch: Batch) -> Batch:
+        """Return the batch entries of the captions whose predictions stay as they were."""
+        stored = self.source.text_embeddings(used, [None] * len(used)) if preservation.is_blank else None
+        if stored is not None:
+            return {"preserved_text_embeddings": stored}
+        draws = randomness.uniform(self.seed, batch["epoch"], batch["index"], Purpose.PRESERVATION).tolist()
+        captions = [*map(preservation.caption, batch.get("captions", [""] * len(used)), draws)]
+        return {"preserved_input_ids": self.tokenize(captions)}
 
     def _written(self, used: list[int], which: list[int | None], epoch: Tensor, index: Tensor) -> list[str]:
         """Return the chosen captions as the model is to read them; those of a class stay as they are."""

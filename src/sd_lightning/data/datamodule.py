@@ -18,6 +18,7 @@ from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerpri
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loading import EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
 from sd_lightning.data.order import Batch
+from sd_lightning.data.preservation import Preservation
 from sd_lightning.data.sampler import Batching, GlobalBatchSampler
 from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.sources.masks import EXPECTED
@@ -25,6 +26,7 @@ from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.learned_token import LearnedToken
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,23 @@ class SDDataModule(LightningDataModule):
                 "is used instead of encoding; leave it out, or train on another store, made with text=false"
             )
 
+    def check_preservation(self, preservation: Preservation | None, learned: LearnedToken | None = None) -> None:
+        """Check that a :class:`Preservation` finds its words, and its captions can be encoded, with a learned token.
+
+        Raises:
+            UsageError: They cannot, or a caption has none of its words.
+        """
+        if preservation is None:
+            return
+        if not preservation.is_blank and not self.source_train.needs_encoders:
+            raise UsageError(
+                "preservation=class encodes captions of the class, and this store has the text encoders' output for "
+                "its own captions, so that they are not there; write preservation=blank, whose caption it has too, or "
+                "train on another store, made with text=false"
+            )
+        captions = some_captions(self.source_train, self.images.kept)
+        preservation.check(captions, token=None if learned is None else learned.placeholder_token)
+
     @property
     def needs_encoders(self) -> bool:
         """Whether images or captions are encoded in the run, with the model of :meth:`check_model`."""
@@ -202,6 +221,7 @@ class SDDataModule(LightningDataModule):
         trainer = self._attached()
         world_size, rank = self._data_parallel()
         shuffle = not trainer.overfit_batches  # type: ignore[attr-defined]
+        self.check_preservation(self._preservation, getattr(self._module(), "learned_token", None))
         order = self.batching.order(self.source_train, seed=self._module().seed, shuffle=shuffle)
         self.train_sampler = GlobalBatchSampler(
             order, world_size=world_size, rank=rank, accumulate=trainer.accumulate_grad_batches
@@ -292,6 +312,7 @@ class SDDataModule(LightningDataModule):
             latents=self._stored(source),
             max_bad=self.bad.limit,
             buckets=self.batching.buckets(source),
+            preservation=None if wrong_captions else self._preservation,
             latent_stride=1 if images.masked_loss == "none" else module.latent_diffusion.latent_space.stride,
         )
 
@@ -327,6 +348,10 @@ class SDDataModule(LightningDataModule):
         if self.trainer is None:
             raise UsageError("SDDataModule got no trainer; its loaders exist inside trainer.fit(module, datamodule)")
         return self.trainer
+
+    @property
+    def _preservation(self) -> Preservation | None:
+        return getattr(self._module(), "preservation", None)  # users' own modules need not have one
 
     def _module(self) -> TrainedModule:
         module = self._attached().lightning_module

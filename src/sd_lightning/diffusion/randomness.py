@@ -62,6 +62,7 @@ class Purpose(IntEnum):
     MASK = 12
     MASKED_SAMPLE = 13
     TAGS = 14
+    PRESERVATION = 15
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

@@ -31,6 +31,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 CACHED_CAPTIONS_BYTES = 2 * 2**30
 """Encoded captions that are cached in host memory; those that were used longest ago go first."""
+_CAPTIONS = ("", "wrong_", "preserved_")
+"""Begin of the batch entries of a sample's captions: its own, another one's, and that of a ``Preservation``."""
 _PIXELS_PER_CALL = 4 * 512 * 512
 """Pixels that the VAE encodes at a time: its activations for one image of 1024 x 1024 take gigabytes."""
 
@@ -280,7 +282,8 @@ class LatentEncoder:
 
         Families with ``image_channels`` get these, too; their random numbers depend on the run's seed and the sample.
 
-        A validation batch with ``wrong_input_ids`` also gets ``wrong_text_embeddings``. What is encoded already stays;
+        A batch with ``wrong_input_ids`` or ``preserved_input_ids`` also gets ``wrong_text_embeddings`` or
+        ``preserved_text_embeddings``. What is encoded already stays;
         token ids stay alone if the text encoder is trained.
         """
         batch = batch.copy()
@@ -289,7 +292,7 @@ class LatentEncoder:
             batch["latent_moments"] = self.encode_moments(pixels)
             if self._model.family.image_channels:
                 batch["image_channels"] = self._image_inputs(pixels, seed, batch["epoch"], batch["index"])
-        for name in () if self.train_text_encoder else ("", "wrong_"):
+        for name in () if self.train_text_encoder else _CAPTIONS:
             if f"{name}input_ids" in batch and f"{name}text_embeddings" not in batch:
                 ids = batch[f"{name}input_ids"]  # type: ignore[literal-required]
                 batch[f"{name}text_embeddings"] = self.embed(ids)  # type: ignore[literal-required]
@@ -300,14 +303,14 @@ class LatentEncoder:
 
         A batch that has ``latents`` keeps them.
 
-        A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
-        ``wrong_text_embeddings`` are used instead of token ids.
+        A batch with ``wrong_input_ids`` also gets ``wrong_conditioning``, one with ``preserved_input_ids``
+        ``preserved_conditioning``. Stored embeddings are used instead of token ids.
         """
         batch = self.encode(batch, seed=seed)
         moments = batch.pop("latent_moments", None)
         if moments is not None:
             batch["latents"] = self.latents(moments.float(), seed=seed, epoch=batch["epoch"], index=batch["index"])
-        for name in () if self.train_text_encoder else ("", "wrong_"):
+        for name in () if self.train_text_encoder else _CAPTIONS:
             embeddings = batch.pop(f"{name}text_embeddings", None)  # type: ignore[misc]
             if embeddings is not None:
                 batch[f"{name}conditioning"] = self._conditioning(map_conditioning(embeddings, Tensor.float), batch)  # type: ignore[literal-required]

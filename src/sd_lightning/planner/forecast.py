@@ -150,7 +150,7 @@ class Forecaster:
         run, dtypes = self.run, (footprint.dtype, footprint.autocast)
         known = _TRACES.setdefault(self._given, {})
         recomputed = run.gradient_checkpointing, *sorted((name, each.value) for name, each in run.kept.items())
-        key = run.resolution, run.train_text_encoder, repr(run.lora), recomputed, *dtypes
+        key = run.resolution, run.train_text_encoder, repr(run.lora), run.preserves, recomputed, *dtypes
         if key not in known:
             known[key] = self.subject.trace(run, *dtypes)
         return known[key]

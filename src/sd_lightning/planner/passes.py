@@ -16,6 +16,7 @@ from sd_lightning.models.families.conditioning import Conditioning, flat_conditi
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.lora import freeze_unused
 from sd_lightning.models.meta import meta_batch, meta_conditioning, meta_networks, unused_parameters
+from sd_lightning.models.without_adapters import without_adapters
 from sd_lightning.planner.footprint import Weight
 from sd_lightning.planner.recording import PRIME, record
 from sd_lightning.planner.run import TrainingRun
@@ -86,15 +87,26 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
     batch, made = _inputs(model, PRIME, run.resolution, run.resolution)
     in_batch: list[Conditioning] = []  # in float32, as long as the step lasts
 
-    def step() -> torch.Tensor:
+    def predicted(noisy: Tensor, count: int) -> Tensor:
+        """Return predictions for as many captions as noisy latents, in ``count`` batches."""
+        parts = [batch, *in_batch[:1]]
+        if count > 1:
+            parts = [map_conditioning(each, lambda tensor: torch.cat([tensor] * count)) for each in parts]
+        conditioning = model.condition(encoders, parts[0]) if encoders else parts[1]
+        conditioning = map_conditioning(conditioning, lambda tensor: tensor.to(dtype))
+        return model.family.denoise(denoiser, noisy.to(dtype), parts[0]["timesteps"], conditioning)
+
+    def step() -> Tensor:
         latents, noise = torch.empty_like(batch["latents"]), torch.empty_like(batch["latents"])
         noisy, target = latents + noise, latents - noise
         del latents, noise
-        conditioning = model.condition(encoders, batch) if encoders else map_conditioning(made, torch.empty_like)
-        if not encoders:
-            in_batch.append(conditioning)
-        conditioning = map_conditioning(conditioning, lambda tensor: tensor.to(dtype))
-        prediction = model.family.denoise(denoiser, noisy.to(dtype), batch["timesteps"], conditioning)
+        in_batch.extend(map_conditioning(made, torch.empty_like) for _ in range(0 if encoders else 1 + run.preserves))
+        if run.preserves:
+            with torch.no_grad(), without_adapters(networks.values()):
+                kept = predicted(noisy, 1)
+            noisy, target = torch.cat([noisy, noisy]), torch.cat([target, kept.float()])
+            del kept
+        prediction = predicted(noisy, 1 + run.preserves)
         return (prediction.float() - target).square().mean((1, 2, 3)).mean()
 
     followed = blocks_of(networks) | recomputable(networks)
@@ -149,7 +161,9 @@ def encoding_traces(model: LatentDiffusion, run: TrainingRun, count: int) -> lis
         count: Samples.
     """
     traces = [] if run.cache_latents else [_images_encoded(model, run, count)]
-    return traces + [captions_encoded(model, run.encoder_dtype, count)] * (not run.train_text_encoder)
+    return traces + [captions_encoded(model, run.encoder_dtype, count)] * (1 + run.preserves) * (
+        not run.train_text_encoder
+    )
 
 
 @functools.lru_cache(maxsize=4)

@@ -28,6 +28,8 @@ class TrainingRun:
     """Forward passes per step."""
     train_text_encoder: bool = False
     lora: Lora | None = None
+    preserves: bool = False
+    """Whether predictions for other captions are held to those without adapters: three passes instead of one."""
     optimizer: OptimizerFactory = partial(torch.optim.AdamW, lr=1e-5)
     """Parameters -> optimizer."""
     gradient_checkpointing: bool = False

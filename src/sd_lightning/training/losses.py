@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
 from sd_lightning.diffusion.prediction import Schedule
-from sd_lightning.models.families.conditioning import Batch, Conditioning, map_conditioning
+from sd_lightning.models.families.conditioning import Batch, Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.without_adapters import without_adapters
 
+_KEPT = "preserved_"
 Networks = Mapping[str, nn.Module]
 """The trained networks by name: the denoiser, and the text encoders that are trained."""
 
@@ -59,6 +61,26 @@ class DiffusionLoss:
         losses = self._per_sample(networks, noisy, self._conditioning(networks, batch), batch.get("loss_mask"))
         return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
+    def preserving(self, networks: Networks, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return :meth:`mean`, and how far adapters move predictions for the ``preserved_`` captions of the batch.
+
+        That is the mean squared distance to the predictions without adapters, for the same noisy latents, weighted by
+        ``loss_weight`` as the other loss. Both come from one pass of twice the samples.
+        """
+        entries = {name.removeprefix(_KEPT): each for name, each in batch.items() if name.startswith(_KEPT)}
+        own: Any = {name: each for name, each in batch.items() if not name.startswith(_KEPT)}
+        kept: Any = own | entries
+        noisy = self._noisy(batch, self._objective, self.schedule)
+        with torch.no_grad(), without_adapters(networks.values()):
+            target = self._predict(networks, noisy.noisy_latents, noisy.timesteps, self._conditioning(networks, kept))
+        latents, timesteps = (torch.cat([each, each]) for each in (noisy.noisy_latents, noisy.timesteps))
+        conditioning = self._conditioning(networks, join_conditioning([own, kept]))  # type: ignore[arg-type]
+        prediction, preserved = self._predict(networks, latents, timesteps, conditioning).chunk(2)
+        distance = (preserved.float() - target.float()).square().flatten(1).mean(1)
+        losses = self._objective.loss(prediction, noisy, batch.get("loss_mask"))
+        weight = batch.get("loss_weight", torch.ones_like(losses))
+        return (losses * weight).mean(), (distance * weight).mean()
+
     def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
         """Return the losses (B,) of a batch as "loss", and as "caption_gap" how much wrong captions raise them.
 
@@ -100,10 +122,13 @@ class DiffusionLoss:
     def _per_sample(
         self, networks: Networks, noisy: NoisyBatch, conditioning: Conditioning, mask: Tensor | None = None
     ) -> Tensor:
+        prediction = self._predict(networks, noisy.noisy_latents, noisy.timesteps, conditioning)
+        return self._objective.loss(prediction, noisy, mask)
+
+    def _predict(self, networks: Networks, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         denoiser = networks[self._model.family.denoiser]
         dtype = next(denoiser.parameters()).dtype  # an engine may have cast the weights
-        latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
+        latents, conditioning = latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
         if self._objective.guidance_scale is not None:
             conditioning["guidance"] = latents.new_full(latents.shape[:1], self._objective.guidance_scale)
-        prediction = self._model.family.denoise(denoiser, latents, noisy.timesteps, conditioning)
-        return self._objective.loss(prediction, noisy, mask)
+        return self._model.family.denoise(denoiser, latents, timesteps, conditioning)

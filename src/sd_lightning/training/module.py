@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule
+from sd_lightning.data.preservation import Preservation, check_adapters
 from sd_lightning.diffusion.objective import Objective
 from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.checkpointing import SavedActivations, kept_by
@@ -46,6 +47,12 @@ def _is_two_sided(optimizer: Any) -> TypeGuard[TwoSidedOptimizer]:
     return isinstance(optimizer, TwoSidedOptimizer)
 
 
+def _mean(mean: Tensor | None, loss: Tensor, before: int) -> Tensor:
+    """Return the mean loss of accumulated batches, given that of those before, and their number."""
+    loss = loss.detach()
+    return loss if mean is None or not before else mean + (loss - mean) / (before + 1)
+
+
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
@@ -67,6 +74,7 @@ class SDLightningModule(pl.LightningModule):
         offload_encoders: Keep the frozen encoders in host memory while they do not encode.
         lora: Train adapters instead of the networks' weights.
         learned_token: Also train a new token; without ``train_text_encoder`` nothing else in the text encoder(s).
+        preservation: Captions whose predictions stay those without adapters: another part of the loss. Needs ``lora``.
         seed: Seed of noise, timesteps, crops, …: all randomness of the run.
     """
 
@@ -86,6 +94,7 @@ class SDLightningModule(pl.LightningModule):
         offload_encoders: bool = False,
         lora: Lora | None = None,
         learned_token: LearnedToken | None = None,
+        preservation: Preservation | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -99,6 +108,7 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got text_encoder_lr={text_encoder_lr}; expected a number of at least 0, e.g. "
                 "text_encoder_lr=1e-5"
             )
+        check_adapters(preservation, lora)
         if not 0 <= seed < 2**63:
             raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
         has_text = train_text_encoder or learned_token is not None
@@ -116,10 +126,14 @@ class SDLightningModule(pl.LightningModule):
         self.text_encoder_lr = text_encoder_lr
         self.lora = lora and lora.of_family(latent_diffusion.family)
         self.learned_token = learned_token
+        self.preservation = preservation
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
         self.last_loss: Tensor | None = None
         """Loss of the last training step on this rank, the mean over its accumulated batches so far; detached."""
+        self.last_preservation_loss: Tensor | None = None
+        """The same of what ``preservation`` adds to it, without its weight."""
+        self._preserved: Tensor | None = None
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
         latent_diffusion.sampling_scheduler()  # raises if no pipeline could draw what is trained
         self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
@@ -194,6 +208,7 @@ class SDLightningModule(pl.LightningModule):
             "resolution": data.images.resolution,
             "train_text_encoder": len(networks) > 1,
             "lora": self.lora,
+            "preserves": self.preservation is not None,
             "gradient_checkpointing": any(each is True for each in checkpointed),
             "kept": {name: each for name, each in kept.items() if each is not SavedActivations.ALL},
             "encoder_dtype": self.encoder.dtype,
@@ -259,14 +274,16 @@ class SDLightningModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
-        loss = self.training_loss(batch)
-        mean, before = loss.detach(), batch_idx % self.trainer.accumulate_grad_batches
-        if before and self.last_loss is not None:
-            mean = self.last_loss + (mean - self.last_loss) / (before + 1)
-        self.last_loss = mean
+        loss, before = self.training_loss(batch), batch_idx % self.trainer.accumulate_grad_batches
+        self.last_loss = _mean(self.last_loss, loss, before)
+        if self._preserved is not None:
+            self.last_preservation_loss = _mean(self.last_preservation_loss, self._preserved, before)
         if self._is_logging_step():
             count = len(batch["latents"])
             self.log("train/loss", self.last_loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
+            if self.last_preservation_loss is not None:
+                mean = self.last_preservation_loss
+                self.log("train/preservation_loss", mean, batch_size=count, sync_dist=self.trainer.world_size > 1)
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=count)
         return loss
 
@@ -284,7 +301,11 @@ class SDLightningModule(pl.LightningModule):
 
     def training_loss(self, batch: Batch) -> Tensor:
         """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""
-        return self._losses.mean(self.trained_networks(), batch)
+        if self.preservation is None:
+            return self._losses.mean(self.trained_networks(), batch)
+        loss, preserved = self._losses.preserving(self.trained_networks(), batch)
+        self._preserved = preserved.detach()
+        return loss + self.preservation.weight * preserved
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Log and return (B,) the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
@@ -418,4 +439,5 @@ class SDLightningModule(pl.LightningModule):
 
     def flops_per_sample(self, batch: Batch) -> int:
         """Return the floating-point operations of forward and backward for one sample of ``batch``."""
-        return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch.get("conditioning"))
+        flops = training_flops_per_sample(self.latent_diffusion, batch["latents"], batch.get("conditioning"))
+        return flops if self.preservation is None else flops * 7 // 3  # twice the samples, and a forward pass more

@@ -39,6 +39,10 @@ class Batch(TypedDict, total=False):
     """``input_ids`` of other samples' captions, in validation."""
     wrong_text_embeddings: Conditioning
     wrong_conditioning: Conditioning
+    preserved_input_ids: dict[str, Tensor]
+    """``input_ids`` of captions whose predictions stay as they were, in training with a ``Preservation``."""
+    preserved_text_embeddings: Conditioning
+    preserved_conditioning: Conditioning
     loss_weight: Tensor
     """(B,), in training."""
     loss_mask: Tensor

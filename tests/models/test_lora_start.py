@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import model_spec
-from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, add_adapter, is_adapter, unscaled
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, add_adapter, is_adapter, unscaled
+from sd_lightning.models.lora_file import LoraFile
 from sd_lightning.models.lora_formats import front_end_metadata, front_end_tensors
 from sd_lightning.models.lora_start import going_on
 from sd_lightning.models.meta import meta_twin

@@ -168,7 +168,15 @@ def _with_adapters(spec: RunSpec) -> RunSpec:
     settings = [key.removeprefix("lora.") for key in spec.overridden if key.startswith("lora.")]
     texts = bool(spec.get("module.train_text_encoder"))
     lora = going_on(spec.lora, file, spec.model.describe(), given=settings, train_text_encoder=texts)
-    names = ("rank", "alpha", "use_dora", "target_modules", "text_encoder_target_modules")
+    names = (
+        "rank",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_dora",
+        "target_modules",
+        "text_encoder_target_modules",
+    )
     if is_first_process():
         log.info("init_lora=%s: adapters of rank %d, alpha %g", given, lora.rank, lora.effective_alpha)
     return spec.with_settings({"lora.init": str(file)} | {f"lora.{name}": getattr(lora, name) for name in names})

@@ -34,15 +34,14 @@ from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import (
     Adapters,
-    LoraFile,
     adapted_weights,
     add_adapter_,
-    check_settings,
     layer_adapters,
     merged_state_dict,
     on_host,
 )
 from sd_lightning.models.lora_base import compare_bases
+from sd_lightning.models.lora_file import LoraFile, check_settings
 from sd_lightning.models.lora_formats import Shapes, read_adapters
 from sd_lightning.models.pipeline_folder import (
     find_configs,

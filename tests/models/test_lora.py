@@ -188,6 +188,32 @@ def test_targets_are_those_of_the_family_and_stars_are_numbers() -> None:
     assert len(wanted) > 1 and names == wanted
 
 
+def test_the_longest_pattern_gives_a_layers_rank_and_alpha(tmp_path: Path) -> None:
+    ranks = {"attn1": 6, "down_blocks": 2, "up_blocks.*.attentions": 0, "mid_block.attentions.0.transformer_blocks": 5}
+    lora = Lora(rank=3, alpha=4.5, rank_pattern=ranks, alpha_pattern={"attn1": 1.5, "text_encoder": 7})
+    module = adapted("tiny", lora)
+    layers = {k: m for k, m in module.unet.named_modules() if hasattr(m, "lora_A")}  # type: ignore[union-attr]
+    assert layers and not any(key.startswith("up_blocks") for key in layers)
+    for key, layer in layers.items():
+        rank = 5 if key.startswith("mid_block") else 2 if key.startswith("down_blocks") else 6
+        assert len(layer.lora_A.default.weight) == rank, key
+        assert layer.scaling["default"] == (1.5 if "attn1" in key else 4.5) / rank, key
+    for layer in (m for m in module.text_encoder.modules() if hasattr(m, "lora_A")):  # type: ignore[union-attr]
+        assert (len(layer.lora_A.default.weight), layer.scaling["default"]) == (3, 7 / 3)  # type: ignore
+
+    model = module.latent_diffusion
+    base = LatentDiffusion.build("tiny", seed=1)
+    write(module, tmp_path / WEIGHTS_NAME)
+    pipeline: Any = base.pipeline()
+    pipeline.load_lora_weights(tmp_path)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    for name in ("unet", "text_encoder"):
+        theirs = getattr(pipeline, name).state_dict()
+        for key, value in merged_state_dict(model.networks[name]).items():
+            torch.testing.assert_close(theirs[key], value, atol=1e-6, rtol=1e-5)
+
+
 def train(run_dir: Path, max_steps: int, base: Path, *, resume: Path | None = None, **options: Any) -> Path:
     """Train adapters of a pipeline, and return the last checkpoint."""
     deferred = options.pop("deferred", ("unet", "text_encoder", "text_encoder_2"))
@@ -248,6 +274,13 @@ def test_adapters_are_resumed_with_their_scale_on_their_weights(tmp_path: Path) 
         ({"rank": "4"}, "rank='4'; expected at least 1, a whole number"),
         ({"alpha": 0}, "alpha=0; expected a number above 0; write lora.alpha=4"),
         ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
+        ({"rank_pattern": {"to_q": 1.5}}, "rank_pattern={to_q:1.5}; expected a whole number, 0 to leave layers out"),
+        ({"rank_pattern": {"attn3": 2}}, "'attn3' in its name; expected names or parts of them between dots, such as"),
+        (
+            {"alpha_pattern": {"attn1": 0}},
+            "alpha_pattern={attn1:0}; expected a number above 0; write lora.alpha_pattern={",
+        ),
+        ({"rank_pattern": {"text_encoder": 0}}, "leaves out all layers of text_encoder; expected a rank above 0"),
         ({"target_modules": ["to_x"]}, "lora.target_modules=['to_x']"),
         ({"target_modules": ["norm1"]}, "lora.target_modules=['norm1']"),
         ({"text_encoder_target_modules": ["token_embedding"]}, "is a Embedding; expected endings of the names of"),

@@ -141,6 +141,28 @@ def test_adapters_are_added_to_another_base(tmp_path: Path) -> None:
         assert all(torch.allclose(read[key], other[key] + merged[key] - before[key], atol=1e-6) for key in read)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_share_of_the_adapters_is_added(use_dora: bool, tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny", seed=1).save_pretrained(tmp_path)
+    write(adapted("tiny", Lora(rank=3, alpha=4.5, use_dora=use_dora)), tmp_path / "lora.safetensors")
+
+    def read(weight: float | None) -> dict[str, Tensor]:
+        file = tmp_path / "lora.safetensors"
+        model = LatentDiffusion.from_pretrained(tmp_path, lora=file, lora_weight=weight, deferred=["unet"])
+        model.read_deferred("cpu")
+        return model.denoiser.state_dict()
+
+    base = LatentDiffusion.from_pretrained(tmp_path).denoiser.state_dict()
+    none, part, whole, unset, opposite = (read(weight) for weight in (0, 0.3, 1, None, -1))
+    assert any(not torch.equal(whole[key], base[key]) for key in base)
+    for key, value in base.items():
+        assert torch.equal(none[key], value) and torch.equal(unset[key], whole[key])
+        torch.testing.assert_close(part[key], value + 0.3 * (whole[key] - value), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(opposite[key], value - (whole[key] - value), atol=1e-6, rtol=1e-5)
+    with pytest.raises(UsageError, match=f"lora_weight=1: .* has no {WEIGHTS_NAME}: it was trained without adapters"):
+        LatentDiffusion.from_pretrained(tmp_path, lora_weight=1)
+
+
 def test_adapters_that_do_not_fit_a_base_are_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

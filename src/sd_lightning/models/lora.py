@@ -413,7 +413,8 @@ def add_adapter_(weight: Tensor, adapter: Adapter) -> None:
     if adapter.magnitude is None:
         adapter.add_(weight.view(-1), 0)
     else:
-        weight.copy_(add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude))
+        changed = add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude)
+        weight.copy_(weight.float().lerp(changed, adapter.strength))
 
 
 def unscaled(up: Tensor, scale: float) -> Tensor:

@@ -296,6 +296,7 @@ def test_adapters_are_resumed_with_their_scale_on_their_weights(tmp_path: Path) 
         ({"rank": "4"}, "rank='4'; expected at least 1, a whole number"),
         ({"alpha": 0}, "alpha=0; expected a number above 0; write lora.alpha=4"),
         ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
+        ({"text_encoder_target_modules": []}, "lora.text_encoder_target_modules=[]: no layer has such a name"),
         ({"rank_pattern": {"to_q": 1.5}}, "rank_pattern={to_q:1.5}; expected a whole number, 0 to leave layers out"),
         ({"rank_pattern": {"attn3": 2}}, "'attn3' in its name; expected names or parts of them between dots, such as"),
         (
@@ -312,6 +313,41 @@ def test_impossible_adapters_are_refused(options: dict[str, Any], words: str) ->
     with pytest.raises(UsageError) as refused:
         adapted("tiny", Lora(**options))
     assert words in str(refused.value)
+
+
+def test_adapters_of_text_encoders_alone(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"target_modules=\[\] trains adapters of text encoders alone, and none is trained"
+    ):
+        SDLightningModule(LatentDiffusion.build("tiny"), lora=Lora(target_modules=[]))
+    base = tmp_path / "base"
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(base)
+    first = train(tmp_path / "run", 1, base, lora={"target_modules": []})
+    last = train(tmp_path / "run", 2, base, resume=first, lora={"target_modules": []})
+    straight = train(tmp_path / "straight", 2, base, lora={"target_modules": []})
+    small.assert_bitwise_equal(last, straight)
+    names = load_file(last / "pipeline" / WEIGHTS_NAME)
+    assert names and all(name.startswith("text_encoder.") for name in names)
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    kept, before = load_file(last / "pipeline" / weights), load_file(base / weights)
+    assert all(torch.equal(kept[key], before[key]) for key in before)
+    merged = train(tmp_path / "merged", 2, base, lora={"target_modules": [], "merge": True}) / "pipeline"
+    assert not (merged / WEIGHTS_NAME).exists()
+    ours, read = (
+        LatentDiffusion.from_pretrained(each).networks["text_encoder"].state_dict()
+        for each in (last / "pipeline", merged)
+    )
+    for key, value in ours.items():
+        torch.testing.assert_close(value, read[key], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_text_encoders_alone_train_on_a_quantised_denoiser(base: Any, tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(tmp_path / "base")
+    last = train(tmp_path / "run", 2, tmp_path / "base", lora={"target_modules": [], "base": base})
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    kept, before = load_file(last / "pipeline" / weights), load_file(tmp_path / "base" / weights)
+    assert all(torch.equal(kept[key], before[key]) for key in before)
 
 
 def test_a_refused_target_leaves_no_adapters() -> None:

@@ -58,7 +58,8 @@ class Lora:
     """The same for ``alpha``."""
     dropout: float = 0.0
     target_modules: tuple[str, ...] | list[str] | None = None
-    """Name endings of the denoiser's layers that get adapters, ``*`` for any number; None for the family's own."""
+    """Name endings of the denoiser's layers that get adapters, ``*`` for any number; None for the family's own; empty
+    for adapters of text encoders alone."""
     text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
     """The same for text encoders, if they are trained."""
     merge: bool = False
@@ -118,6 +119,17 @@ class Lora:
         from peft import inject_adapter_in_model
 
         check_is_whole(networks, "Lora.apply_")
+        for name in [
+            name for name in networks if not self._targets(name) and self.setting_of(name) == "target_modules"
+        ]:
+            if len(networks) == 1:
+                raise UsageError(
+                    "lora.target_modules=[] trains adapters of text encoders alone, and none is trained; add "
+                    "module.train_text_encoder=true (of dreambooth: train_text_encoder=true), or name layers of the "
+                    f"{name}, as null does"
+                )
+            networks = {other: network.requires_grad_(other != name) for other, network in networks.items()}
+            networks.pop(name)
         layers = {name: layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])
@@ -183,7 +195,7 @@ class Lora:
         tensors: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
         usual, scales = self.effective_alpha / self.rank, dict[str, float]()
-        for name, adapters in layers.items():
+        for name, adapters in ((name, adapters) for name, adapters in layers.items() if adapters):
             keys = adapter_keys(name, components[name], adapters)
             adapted = list(dict.fromkeys(key.partition(".lora_")[0] for key in adapters))
             scale_of = {layer: alpha / rank for layer, (rank, alpha) in self.kinds(name, adapted).items()}

@@ -129,4 +129,4 @@ def parameter_groups(
         # Weight decay would also shrink the embeddings of all other tokens.
         {"params": [p for p in parameters if id(p) in words], **rate, "weight_decay": 0.0},
     ]
-    return [groups[0], *(group for group in groups[1:] if group["params"])]
+    return [group for group in groups if group["params"]] or groups[:1]

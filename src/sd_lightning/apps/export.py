@@ -160,7 +160,7 @@ def find_source(path: str | os.PathLike[str]) -> ExportSource:
                 f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
             )
         return ExportSource(root / "pipeline", root)
-    newest = checkpoint.newest_valid(root)
+    newest = runs.result_checkpoint(root)
     if newest is not None:
         return ExportSource(newest / "pipeline", newest)
     return ExportSource(runs.find_pipeline(path, who="run"))

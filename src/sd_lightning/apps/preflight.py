@@ -92,6 +92,18 @@ def _check_sections(spec: RunSpec) -> None:
     if isinstance(rate, int | float) and rate < 0:
         name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
         refuse(name, rate, "a number of at least 0", "1e-5, for instance")
+    monitor, data = spec.get("callbacks.checkpoint.monitor"), spec.get("data") or {}
+    if monitor is not None and spec.url is not None:
+        raise UsageError(
+            f"got callbacks.checkpoint.monitor={monitor} and output_dir={spec.url}, a bucket, which keeps the newest "
+            "checkpoints alone; give a folder, or leave the monitor out"
+        )
+    is_validated = spec.get("trainer.limit_val_batches") != 0 and data.get("val_data_dir", "other data") is not None
+    if monitor is not None and "instance_data_dir" in data and not is_validated:
+        raise UsageError(
+            f"got callbacks.checkpoint.monitor={monitor}, and nothing is validated; add data.val_data_dir=<folder of "
+            "photos kept apart>, with trainer.limit_val_batches above 0, or leave the monitor out"
+        )
     lora = spec.get("lora")
     if {"base", "lora.base"} <= spec.overridden and spec["base"] != spec["lora.base"]:
         raise UsageError(

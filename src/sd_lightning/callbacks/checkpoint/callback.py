@@ -103,8 +103,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
     ) -> None:
         if mode not in (None, "min", "max") or (mode is not None and monitor is None):
             raise UsageError(
-                f"PortableCheckpoint got mode={mode} and monitor={monitor}; expected min or max, beside a monitor; write "
-                "monitor=val/caption_gap, and leave mode out"
+                f"PortableCheckpoint got mode={mode} and monitor={monitor}; expected min or max, beside a monitor; "
+                "write monitor=val/caption_gap, and leave mode out"
             )
         if every_n_steps < 0:
             raise UsageError(
@@ -277,12 +277,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self._rotation.saved(saved)
             if trainer.is_global_zero:
                 busy = None if self.uploads is None else self.uploads.busy
-                checkpoint.prune(
-                    self.run_dir,
-                    self.keep,
-                    trusted=saved,
-                    also={self._rotation.before, busy, self.best and self.best.path(self.run_dir)},
-                )
+                best = None if self.best is None else self.best.path(self.run_dir)
+                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also={self._rotation.before, busy, best})
                 log.info("saved %s", saved)
                 self._publish(saved)
             return saved

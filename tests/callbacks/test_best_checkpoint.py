@@ -38,7 +38,7 @@ def train(run_dir: Path, steps: int, values: dict[int, float], *, resume: Path |
         Scores(values),
         saving,
         val_check_interval=1,
-        check_val_every_n_epoch=None,
+        limit_val_batches=1,
     )
     return saving
 

@@ -46,8 +46,8 @@ class Best:
             also = "" if every_n_steps else "callbacks.checkpoint.every_n_steps=60 "
             raise UsageError(
                 f"{who} with callbacks.checkpoint.every_n_steps={every_n_steps} and trainer.val_check_interval="
-                f"{interval}: not every checkpoint is validated; expected one after a multiple of the forward passes between "
-                f"validations; write {also}trainer.val_check_interval={passes or 60}, {remedy}"
+                f"{interval}: not every checkpoint is validated; expected one after a multiple of the forward passes "
+                f"between validations; write {also}trainer.val_check_interval={passes or 60}, {remedy}"
             )
         reason = getattr(trainer.datamodule, "no_caption_gap", None)  # type: ignore[attr-defined]
         if self.monitor == "val/caption_gap" and reason is not None:

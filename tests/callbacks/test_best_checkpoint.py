@@ -13,8 +13,6 @@ from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.storage import checkpoint, runs
 
-pytestmark = pytest.mark.usefixtures("own_group")
-
 
 class Scores(pl.Callback):
     """Logs a metric by a table of its values by step."""

@@ -559,14 +559,13 @@ def test_the_best_checkpoint_is_the_result(folder: Path, capfd: pytest.CaptureFi
         for i in range(2):
             shutil.copy(f"photos/{i}.png", f"{part}/{i}.png")
     run = f"{DREAMBOOTH} trainable=lora init_from=base with_prior_preservation=false callbacks.samples=null "
-    monitored = f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/loss "
+    monitored = f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/loss callbacks.checkpoint.mode=max "
     every = "callbacks.checkpoint.every_n_steps=1 callbacks.checkpoint.keep=1 trainer.val_check_interval=1 "
     assert call(f"{monitored} {every} learning_rate=1 max_train_steps=3 output_dir=best") == 0
-    metrics = read_metrics(folder / "best/logs")["val/loss"]
-    losses = dict(zip(metrics.steps, metrics.values))
+    losses = dict(read_metrics(folder / "best/logs")["val/loss"])
     summary = json.loads(Path("best/summary.json").read_text())
     best = summary["best_step"]
-    assert best == min(losses, key=lambda step: losses[step]) < 3 and summary["monitor"] == "val/loss"
+    assert best == max(losses, key=lambda step: losses[step]) < 3 and summary["monitor"] == "val/loss"
     assert summary["best_value"] == pytest.approx(losses[best])
     assert [checkpoint.step_of(path) for path in checkpoint.all_checkpoints("best")] == [best, 3]
     ours = Path("best/pipeline", WEIGHTS_NAME).read_bytes()

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -51,10 +51,10 @@ class Lora:
     rank: int = 4
     alpha: float | None = None
     """The adapters' output is scaled by ``alpha / rank``; equals the layer's rank if not given."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    rank_pattern: Mapping[str, int] | None = None
     """Ranks of layers by a part of their names between dots, "attn2" or "unet.down_blocks.0", ``*`` for any number. The
     longest pattern wins; 0 leaves layers out."""
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] | None = None
     """The same for ``alpha``."""
     dropout: float = 0.0
     target_modules: tuple[str, ...] | list[str] | None = None
@@ -82,7 +82,7 @@ class Lora:
         if self.alpha is not None and not self.alpha > 0:
             raise UsageError(f"lora got alpha={self.alpha}; expected a number above 0; write lora.alpha={self.rank}")
         for name, least in (("rank_pattern", 0), ("alpha_pattern", None)):
-            for key, value in getattr(self, name).items():
+            for key, value in (getattr(self, name) or {}).items():
                 is_number = isinstance(value, int if name == "rank_pattern" else int | float)
                 if not is_number or isinstance(value, bool) or not (value > 0 or value == least):
                     expected = "a whole number, 0 to leave layers out" if least == 0 else "a number above 0"
@@ -141,7 +141,7 @@ class Lora:
                     with on_host(network):
                         inject_adapter_in_model(self._config(name, layers[name]), network, adapter_name=_ADAPTER)
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
-                    ranks = f"lora.rank={self.rank} lora.rank_pattern={dict(self.rank_pattern)}"
+                    ranks = f"lora.rank={self.rank} lora.rank_pattern={dict(self.rank_pattern or {})}"
                     raise UsageError(f"{ranks}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
@@ -205,7 +205,7 @@ class Lora:
                 if scale != usual:
                     scales[keys[key].removesuffix(".lora_B.weight")] = scale
             # The weights include the scales.
-            config = replace(self, alpha=None, alpha_pattern={})._config(name, adapted).to_dict()
+            config = replace(self, alpha=None, alpha_pattern=None)._config(name, adapted).to_dict()
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
         metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(usual)}
         metadata |= {SCALES: json.dumps(scales, sort_keys=True)} if scales else {}
@@ -223,7 +223,7 @@ class Lora:
         wrong += [f"{k} is a quantised convolution, and DoRA reads its weight" for k in quantised]
         if asked and not kinds:
             raise UsageError(
-                f"lora.rank_pattern={dict(self.rank_pattern)}: it leaves out all layers of {name}; expected a rank "
+                f"lora.rank_pattern={dict(self.rank_pattern or {})}: it leaves out all layers of {name}; expected a rank "
                 f"above 0 for some; write lora.{self.setting_of(name)}=[…] with what is to be trained"
             )
         if wrong or not targets:
@@ -240,7 +240,7 @@ class Lora:
         """Raise if a pattern is of no layer that could have adapters."""
         asked = [f"{name}.{k}" for name, each in layers.items() for k in sorted(matching(self._targets(name), each))]
         for setting in ("rank_pattern", "alpha_pattern"):
-            for pattern in getattr(self, setting):
+            for pattern in getattr(self, setting) or ():
                 if not any(longest([pattern], layer) for layer in asked):
                     raise UsageError(
                         f"lora.{setting}: no layer with adapters has {pattern!r} in its name; expected names or parts "
@@ -249,13 +249,12 @@ class Lora:
 
     def kinds(self, network: str, layers: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Return rank and alpha of those of a network's layers that get adapters."""
-        found = {}
-        targets = matching(self._targets(network), layers)
+        found, targets = {}, matching(self._targets(network), layers)
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
         for layer in (each for each in layers if each in targets):
-            patterns = self.rank_pattern, self.alpha_pattern
-            rank_key, alpha_key = (longest(each, f"{network}.{layer}") for each in patterns)
-            rank = self.rank if rank_key is None else self.rank_pattern[rank_key]
-            alpha = (self.alpha or rank) if alpha_key is None else self.alpha_pattern[alpha_key]
+            rank_key, alpha_key = (longest(each, f"{network}.{layer}") for each in (ranks, alphas))
+            rank = self.rank if rank_key is None else ranks[rank_key]
+            alpha = (self.alpha or rank) if alpha_key is None else alphas[alpha_key]
             if rank:
                 found[layer] = rank, alpha
         return found

@@ -84,7 +84,7 @@ def going_on(
             values[key] = list(asked) if is_same else _endings(adapters[name], layers[name])
     for key in given:
         ours: Any = getattr(lora, key)
-        if key in values and ours not in (None, {}) and (list(ours) if "modules" in key else ours) != values[key]:
+        if key in values and ours is not None and (list(ours) if "modules" in key else ours) != values[key]:
             raise UsageError(
                 f"got lora.{key}={as_override(ours)} and {who}, whose adapters have {key}={as_override(values[key])}; "
                 f"leave lora.{key} out, or start without init_lora"
@@ -98,9 +98,9 @@ def _kinds(found: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, An
     rank, alpha = (Counter(each).most_common(1)[0][0] for each in zip(*named.values(), strict=True))
     ranks = {name: kind[0] for name, kind in named.items() if kind[0] != rank}
     if ranks and all(kind[0] == kind[1] for kind in named.values()):
-        return {"rank": rank, "alpha": None, "rank_pattern": ranks, "alpha_pattern": {}}
+        return {"rank": rank, "alpha": None, "rank_pattern": ranks, "alpha_pattern": None}
     alphas = {name: kind[1] for name, kind in named.items() if kind[1] != alpha}
-    return {"rank": rank, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+    return {"rank": rank, "alpha": alpha, "rank_pattern": ranks or None, "alpha_pattern": alphas or None}
 
 
 def _endings(layers: Collection[str], others: Collection[str]) -> list[str]:

@@ -223,8 +223,8 @@ class Lora:
         wrong += [f"{k} is a quantised convolution, and DoRA reads its weight" for k in quantised]
         if asked and not kinds:
             raise UsageError(
-                f"lora.rank_pattern={dict(self.rank_pattern or {})}: it leaves out all layers of {name}; expected a rank "
-                f"above 0 for some; write lora.{self.setting_of(name)}=[…] with what is to be trained"
+                f"lora.rank_pattern={dict(self.rank_pattern or {})}: it leaves out all layers of {name}; expected a "
+                f"rank above 0 for some; write lora.{self.setting_of(name)}=[…] with what is to be trained"
             )
         if wrong or not targets:
             setting = self.setting_of(name)

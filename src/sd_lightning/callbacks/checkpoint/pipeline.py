@@ -76,7 +76,8 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
     if lora is not None:
         parts["lora.rank"] = lora.rank
         parts["lora.alpha"] = lora.effective_alpha
-        parts["lora.rank_pattern"], parts["lora.alpha_pattern"] = lora.rank_pattern or {}, lora.alpha_pattern or {}
+        for key in ("rank_pattern", "alpha_pattern"):
+            parts[f"lora.{key}"] = dict(getattr(lora, key) or {})
         parts["lora.target_modules"] = lora.target_modules and sorted(lora.target_modules)
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
         parts["lora.base"] = lora.base or "null"  # None would be left open

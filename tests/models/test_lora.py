@@ -141,6 +141,28 @@ def test_adapters_are_added_to_another_base(tmp_path: Path) -> None:
         assert all(torch.allclose(read[key], other[key] + merged[key] - before[key], atol=1e-6) for key in read)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_share_of_the_adapters_is_added(use_dora: bool, tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny", seed=1).save_pretrained(tmp_path)
+    write(adapted("tiny", Lora(rank=3, alpha=4.5, use_dora=use_dora)), tmp_path / "lora.safetensors")
+
+    def read(weight: float | None) -> dict[str, Tensor]:
+        file = tmp_path / "lora.safetensors"
+        model = LatentDiffusion.from_pretrained(tmp_path, lora=file, lora_weight=weight, deferred=["unet"])
+        model.read_deferred("cpu")
+        return model.denoiser.state_dict()
+
+    base = LatentDiffusion.from_pretrained(tmp_path).denoiser.state_dict()
+    none, part, whole, unset, opposite = (read(weight) for weight in (0, 0.3, 1, None, -1))
+    assert any(not torch.equal(whole[key], base[key]) for key in base)
+    for key, value in base.items():
+        assert torch.equal(none[key], value) and torch.equal(unset[key], whole[key])
+        torch.testing.assert_close(part[key], value + 0.3 * (whole[key] - value), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(opposite[key], value - (whole[key] - value), atol=1e-6, rtol=1e-5)
+    with pytest.raises(UsageError, match=f"lora_weight=1: .* has no {WEIGHTS_NAME}: it was trained without adapters"):
+        LatentDiffusion.from_pretrained(tmp_path, lora_weight=1)
+
+
 def test_adapters_that_do_not_fit_a_base_are_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +208,32 @@ def test_targets_are_those_of_the_family_and_stars_are_numbers() -> None:
     plain = LatentDiffusion.build("tiny", seed=1).denoiser
     wanted = {k for k, _ in plain.named_modules() if k.startswith("down_blocks") and k.endswith("resnets.0.conv1")}
     assert len(wanted) > 1 and names == wanted
+
+
+def test_the_longest_pattern_gives_a_layers_rank_and_alpha(tmp_path: Path) -> None:
+    ranks = {"attn1": 6, "down_blocks": 2, "up_blocks.*.attentions": 0, "mid_block.attentions.0.transformer_blocks": 5}
+    lora = Lora(rank=3, alpha=4.5, rank_pattern=ranks, alpha_pattern={"attn1": 1.5, "text_encoder": 7})
+    module = adapted("tiny", lora)
+    layers = {k: m for k, m in module.unet.named_modules() if hasattr(m, "lora_A")}  # type: ignore[union-attr]
+    assert layers and not any(key.startswith("up_blocks") for key in layers)
+    for key, layer in layers.items():
+        rank = 5 if key.startswith("mid_block") else 2 if key.startswith("down_blocks") else 6
+        assert len(layer.lora_A.default.weight) == rank, key
+        assert layer.scaling["default"] == (1.5 if "attn1" in key else 4.5) / rank, key
+    for layer in (m for m in module.text_encoder.modules() if hasattr(m, "lora_A")):  # type: ignore[union-attr]
+        assert (len(layer.lora_A.default.weight), layer.scaling["default"]) == (3, 7 / 3)  # type: ignore
+
+    model = module.latent_diffusion
+    base = LatentDiffusion.build("tiny", seed=1)
+    write(module, tmp_path / WEIGHTS_NAME)
+    pipeline: Any = base.pipeline()
+    pipeline.load_lora_weights(tmp_path)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    for name in ("unet", "text_encoder"):
+        theirs = getattr(pipeline, name).state_dict()
+        for key, value in merged_state_dict(model.networks[name]).items():
+            torch.testing.assert_close(theirs[key], value, atol=1e-6, rtol=1e-5)
 
 
 def train(run_dir: Path, max_steps: int, base: Path, *, resume: Path | None = None, **options: Any) -> Path:
@@ -248,6 +296,14 @@ def test_adapters_are_resumed_with_their_scale_on_their_weights(tmp_path: Path) 
         ({"rank": "4"}, "rank='4'; expected at least 1, a whole number"),
         ({"alpha": 0}, "alpha=0; expected a number above 0; write lora.alpha=4"),
         ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
+        ({"text_encoder_target_modules": []}, "lora.text_encoder_target_modules=[]: no layer has such a name"),
+        ({"rank_pattern": {"to_q": 1.5}}, "rank_pattern={to_q:1.5}; expected a whole number, 0 to leave layers out"),
+        ({"rank_pattern": {"attn3": 2}}, "'attn3' in its name; expected names or parts of them between dots, such as"),
+        (
+            {"alpha_pattern": {"attn1": 0}},
+            "alpha_pattern={attn1:0}; expected a number above 0; write lora.alpha_pattern={",
+        ),
+        ({"rank_pattern": {"text_encoder": 0}}, "leaves out all layers of text_encoder; expected a rank above 0"),
         ({"target_modules": ["to_x"]}, "lora.target_modules=['to_x']"),
         ({"target_modules": ["norm1"]}, "lora.target_modules=['norm1']"),
         ({"text_encoder_target_modules": ["token_embedding"]}, "is a Embedding; expected endings of the names of"),
@@ -257,6 +313,41 @@ def test_impossible_adapters_are_refused(options: dict[str, Any], words: str) ->
     with pytest.raises(UsageError) as refused:
         adapted("tiny", Lora(**options))
     assert words in str(refused.value)
+
+
+def test_adapters_of_text_encoders_alone(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"target_modules=\[\] trains adapters of text encoders alone, and none is trained"
+    ):
+        SDLightningModule(LatentDiffusion.build("tiny"), lora=Lora(target_modules=[]))
+    base = tmp_path / "base"
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(base)
+    first = train(tmp_path / "run", 1, base, lora={"target_modules": []})
+    last = train(tmp_path / "run", 2, base, resume=first, lora={"target_modules": []})
+    straight = train(tmp_path / "straight", 2, base, lora={"target_modules": []})
+    small.assert_bitwise_equal(last, straight)
+    names = load_file(last / "pipeline" / WEIGHTS_NAME)
+    assert names and all(name.startswith("text_encoder.") for name in names)
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    kept, before = load_file(last / "pipeline" / weights), load_file(base / weights)
+    assert all(torch.equal(kept[key], before[key]) for key in before)
+    merged = train(tmp_path / "merged", 2, base, lora={"target_modules": [], "merge": True}) / "pipeline"
+    assert not (merged / WEIGHTS_NAME).exists()
+    ours, read = (
+        LatentDiffusion.from_pretrained(each).networks["text_encoder"].state_dict()
+        for each in (last / "pipeline", merged)
+    )
+    for key, value in ours.items():
+        torch.testing.assert_close(value, read[key], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_text_encoders_alone_train_on_a_quantised_denoiser(base: Any, tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(tmp_path / "base")
+    last = train(tmp_path / "run", 2, tmp_path / "base", lora={"target_modules": [], "base": base})
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    kept, before = load_file(last / "pipeline" / weights), load_file(tmp_path / "base" / weights)
+    assert all(torch.equal(kept[key], before[key]) for key in before)
 
 
 def test_a_refused_target_leaves_no_adapters() -> None:

@@ -34,7 +34,8 @@ from sd_lightning.models.families.lora_names import FrontEnd, LoraNames
 from sd_lightning.models.families.qwen_image import QwenImage
 from sd_lightning.models.families.sd3 import StableDiffusion3
 from sd_lightning.models.families.z_image import ZImage
-from sd_lightning.models.lora import WEIGHTS_NAME, Lora, LoraFile, is_adapter, merged_state_dict
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
+from sd_lightning.models.lora_file import LoraFile
 from sd_lightning.models.lora_formats import front_end_tensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from small_models import SMALL_SDXL

@@ -23,6 +23,7 @@ from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.lora import WEIGHTS_NAME
 from sd_lightning.quantization.base import NF4Linear
 from sd_lightning.quantization.layers import int8_layers
+from sd_lightning.report import read_metrics
 from sd_lightning.storage import checkpoint
 from small_training import assert_bitwise_equal
 
@@ -549,3 +550,35 @@ def test_a_learned_token_is_part_of_the_pipeline(full: Path, folder: Path) -> No
     pipeline.load_lora_weights("token/pipeline")
     ours = LatentDiffusion.from_pretrained("token/pipeline").pipeline()
     assert np.abs(draw(pipeline) - draw(ours)).max() < 1 / 255
+
+
+def test_the_best_checkpoint_is_the_result(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_photos(folder / "apart")
+    for part in ("apart/1_sks digit", "apart/1_two digits"):
+        (folder / part).mkdir()
+        for i in range(2):
+            shutil.copy(f"photos/{i}.png", f"{part}/{i}.png")
+    run = f"{DREAMBOOTH} trainable=lora init_from=base with_prior_preservation=false callbacks.samples=null "
+    monitored = f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/loss callbacks.checkpoint.mode=max "
+    every = "callbacks.checkpoint.every_n_steps=1 callbacks.checkpoint.keep=1 trainer.val_check_interval=1 "
+    assert call(f"{monitored} {every} learning_rate=1 max_train_steps=3 output_dir=best") == 0
+    losses = dict(read_metrics(folder / "best/logs")["val/loss"])
+    summary = json.loads(Path("best/summary.json").read_text())
+    best = summary["best_step"]
+    assert best == max(losses, key=lambda step: losses[step]) < 3 and summary["monitor"] == "val/loss"
+    assert summary["best_value"] == pytest.approx(losses[best])
+    assert [checkpoint.step_of(path) for path in checkpoint.all_checkpoints("best")] == [best, 3]
+    ours = Path("best/pipeline", WEIGHTS_NAME).read_bytes()
+    assert ours == Path(f"best/checkpoints/step-{best:08d}/pipeline", WEIGHTS_NAME).read_bytes()
+    assert ours != Path("best/checkpoints/step-00000003/pipeline", WEIGHTS_NAME).read_bytes()
+    assert call("export run=best output_dir=best-exported format=non_ema") == 0
+    assert f"step-{best:08d}" in capfd.readouterr().out
+    for arguments, words in (
+        (f"{run} callbacks.checkpoint.monitor=val/loss", ("nothing is validated; add data.val_data_dir=",)),
+        (f"{run} data.val_data_dir=photos", ("got data.val_data_dir=photos", "is trained on; move photos")),
+        (f"{monitored} callbacks.checkpoint.every_n_steps=7", ("not every checkpoint is validated", "interval=7")),
+        (f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/caption_gap", ("captions are the same",)),
+    ):
+        assert call(f"{arguments} max_train_steps=2 output_dir=new") == 2
+        err = capfd.readouterr().err
+        assert all(word in err for word in words), err

@@ -104,6 +104,17 @@ def test_adapters_of_a_run_are_drawn_with_another_base(
     assert max(np.abs(plain[name] - drawn["lora"][name]).max() for name in plain) > 2
     picture = next((tmp_path / "drawn/0").glob("three*.png"))
     assert json.loads(Image.open(picture).text["sd_lightning"])["lora"] == "lora"  # type: ignore[attr-defined]
+    for weight in ("0", "1", "0.5"):
+        arguments = ("prompts=[three]", f"lora_weight={weight}", f"output_dir=drawn/w{weight}", *QUICK)
+        assert cli(f"run={run_dir}", "lora=lora", *arguments)[0] == 0
+        drawn[weight] = pictures(Path(f"drawn/w{weight}"))
+    assert_alike(drawn["0"], plain)
+    assert_alike(drawn["1"], drawn["lora"])
+    assert all(max(np.abs(drawn["0.5"][n] - drawn[o][n]).max() for n in plain) > 2 for o in ("0", "1"))
+    picture = next(Path("drawn/w0").glob("*three*.png"))
+    assert json.loads(Image.open(picture).text["sd_lightning"])["lora_weight"] == 0  # type: ignore[attr-defined]
+    code, err = cli(f"run={run_dir}", "lora_weight=0.5", "prompts=[three]", *QUICK)
+    assert code == 2 and "lora_weight=0.5: " in err and "trained without adapters, or these are merged already" in err
     code, err = cli(f"run={run_dir}", f"lora={run_dir}", "prompts=[three]", *QUICK)
     assert code == 2 and "there is no pytorch_lora_weights.safetensors: the run trained no adapters" in err
 

@@ -66,6 +66,19 @@ def test_a_run_that_went_on_resumes_bitwise_without_the_file(folder: Path) -> No
     assert checkpoint.step_of(checkpoint.all_checkpoints("halves")[-1]) == 4
 
 
+def test_a_run_with_ranks_by_layer_is_gone_on_from_and_resumed(folder: Path) -> None:
+    ranks = "'lora.rank_pattern={attn1:2,down_blocks.*.attentions:5,mid_block:0}' 'lora.alpha_pattern={attn1:1.5}'"
+    assert call(f"{START} {ranks} max_train_steps=1 output_dir=ranks") == 0
+    assert call(f"{START} {ranks} max_train_steps=2 output_dir=ranks resume=auto") == 0
+    assert call("export run=ranks format=comfyui output_dir=ranks-comfyui") == 0
+    for source in ("ranks", "ranks-comfyui"):
+        assert call(f"{START} init_lora={source} learning_rate=0 max_train_steps=1 output_dir=on-{source}") == 0
+        first, second = load_file(weights("ranks")), load_file(weights(f"on-{source}"))
+        assert {len(each) for key, each in first.items() if "lora_A" in key} == {2, 4, 5}
+        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert call(f"{START} max_train_steps=2 output_dir=on-ranks resume=auto") == 0
+
+
 def test_a_run_that_went_on_is_resumed_again_and_again_without_naming_the_file(folder: Path) -> None:
     assert call(f"{START} init_lora=first max_train_steps=1 output_dir=legs") == 0
     for steps in (2, 3):
@@ -97,6 +110,16 @@ def test_what_does_not_fit_is_refused_before_training(folder: Path, capfd: pytes
         (f"{RUN} trainable=lora {klein} init_lora=kohya", ("these are adapters of model=tiny", "Flux2KleinPipeline")),
         (f"{START} init_lora=first train_text_encoder=false", ("adapters of text_encoder", "train_text_encoder=true")),
         (f"{START} network_weights=first", ("write init_lora=first",)),
+        (f"{START} network_train_unet_only=true", ("write train_text_encoder=false",)),
+        (
+            f"{START} network_train_text_encoder_only=true",
+            ("write lora.target_modules=[] module.train_text_encoder=t",),
+        ),
+        (
+            f"{START} 'lora.target_modules=[]' train_text_encoder=false",
+            ("adapters of text encoders alone, and none is",),
+        ),
+        (f"{START} 'lora.rank_pattern={{attn9:2}}'", ("lora.rank_pattern: no layer with adapters has 'attn9'",)),
     ):
         refuse(f"{arguments} max_train_steps=2 output_dir=new", words, folder, capfd)
     assert call(f"{START} init_lora=kohya resume=first max_train_steps=4 output_dir=new") == 2

@@ -26,7 +26,8 @@ from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.loading import check_pretrained
-from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, LoraFile, is_adapter
+from sd_lightning.models.lora import BASE, WEIGHTS_NAME, Lora, is_adapter
+from sd_lightning.models.lora_file import LoraFile
 from sd_lightning.quantization import Int8, dequantize_, quantize_
 from sd_lightning.quantization.base import NF4Linear, base_bytes, fill_base_, hide_base_, quantize_base_
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Linear, int8_layers

@@ -26,7 +26,8 @@ from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import LoraFile, is_adapter, plain_names
+from sd_lightning.models.lora import is_adapter, plain_names
+from sd_lightning.models.lora_file import LoraFile
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.lora_formats import front_end_metadata, front_end_tensors
 from sd_lightning.models.pipeline_folder import parts_in, read_component, read_json, write_json
@@ -159,7 +160,7 @@ def find_source(path: str | os.PathLike[str]) -> ExportSource:
                 f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
             )
         return ExportSource(root / "pipeline", root)
-    newest = checkpoint.newest_valid(root)
+    newest = runs.result_checkpoint(root)
     if newest is not None:
         return ExportSource(newest / "pipeline", newest)
     return ExportSource(runs.find_pipeline(path, who="run"))

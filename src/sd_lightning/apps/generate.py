@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,6 +67,7 @@ class GenerationRequest(SamplingOptions):
     tensor_parallel: Size = 1
     save_to: str | None = None
     lora: str | None = None
+    lora_weight: float | None = None
     image: str | None = None
     mask: str | None = None
     strength: float | None = None
@@ -81,6 +83,11 @@ class GenerationRequest(SamplingOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        if self.lora_weight is not None and not math.isfinite(self.lora_weight):
+            raise UsageError(
+                f"generate got lora_weight={self.lora_weight}; expected a number, 0 for none of the adapters' change; "
+                "write lora_weight=0.7"
+            )
         check_size(self.tensor_parallel, device=self.device, save_to=self.save_to)
         if self.save_to is not None and self.quantization is None:
             raise UsageError(
@@ -232,7 +239,8 @@ def picture_settings(request: GenerationRequest, options: SamplingOptions, sched
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
     given["lora"] = request.lora
     given["quantization"] = request.quantization and asdict(request.quantization)
-    return usual | {name: value for name, value in given.items() if value}
+    weight = {} if request.lora_weight is None else {"lora_weight": request.lora_weight}
+    return usual | {name: value for name, value in given.items() if value} | weight
 
 
 def load_model(request: GenerationRequest, device: torch.device) -> tuple[LatentDiffusion, Int8 | dict[str, Int8]]:
@@ -244,7 +252,13 @@ def load_model(request: GenerationRequest, device: torch.device) -> tuple[Latent
     lora = None if request.lora is None else find_lora(request.lora, who="lora")
     deferred = [] if config is None and size == 1 else ["all"]
     model = LatentDiffusion.from_pretrained(
-        request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred, lora=lora
+        request.source,
+        revision=where.revision,
+        variant=where.variant,
+        vae=where.vae,
+        deferred=deferred,
+        lora=lora,
+        lora_weight=request.lora_weight,
     )
     if config is not None and config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")

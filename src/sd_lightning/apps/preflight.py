@@ -93,6 +93,18 @@ def _check_sections(spec: RunSpec) -> None:
     if isinstance(rate, int | float) and rate < 0:
         name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
         refuse(name, rate, "a number of at least 0", "1e-5, for instance")
+    monitor, data = spec.get("callbacks.checkpoint.monitor"), spec.get("data") or {}
+    if monitor is not None and spec.url is not None:
+        raise UsageError(
+            f"got callbacks.checkpoint.monitor={monitor} and output_dir={spec.url}, a bucket, which keeps the newest "
+            "checkpoints alone; give a folder, or leave the monitor out"
+        )
+    is_validated = spec.get("trainer.limit_val_batches") != 0 and data.get("val_data_dir", "other data") is not None
+    if monitor is not None and "instance_data_dir" in data and not is_validated:
+        raise UsageError(
+            f"got callbacks.checkpoint.monitor={monitor}, and nothing is validated; add data.val_data_dir=<folder of "
+            "photos kept apart>, with trainer.limit_val_batches above 0, or leave the monitor out"
+        )
     lora = spec.get("lora")
     if {"base", "lora.base"} <= spec.overridden and spec["base"] != spec["lora.base"]:
         raise UsageError(
@@ -169,7 +181,15 @@ def _with_adapters(spec: RunSpec) -> RunSpec:
     settings = [key.removeprefix("lora.") for key in spec.overridden if key.startswith("lora.")]
     texts = bool(spec.get("module.train_text_encoder"))
     lora = going_on(spec.lora, file, spec.model.describe(), given=settings, train_text_encoder=texts)
-    names = ("rank", "alpha", "use_dora", "target_modules", "text_encoder_target_modules")
+    names = (
+        "rank",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_dora",
+        "target_modules",
+        "text_encoder_target_modules",
+    )
     if is_first_process():
         log.info("init_lora=%s: adapters of rank %d, alpha %g", given, lora.rank, lora.effective_alpha)
     return spec.with_settings({"lora.init": str(file)} | {f"lora.{name}": getattr(lora, name) for name in names})

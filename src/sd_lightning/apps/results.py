@@ -91,8 +91,10 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, spec: RunSpec) -> int:
         return EXIT_INTERRUPTED
     assert saved is not None
     run_dir = spec.output_dir
+    saved, best = checkpoints_of(trainer).result or saved, checkpoints_of(trainer).best
     pipeline = runs.publish_pipeline(run_dir, saved)
     summary = _summary(trainer, datamodule, spec) | ({} if waits is None else {"encoders": waits})
+    summary |= {} if best is None else best.summary()
     summary |= {
         "bad_samples": len(bad_samples),
         "bad_sample_names": sorted(bad_samples)[:100],
@@ -184,6 +186,8 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "steps": f"{summary['steps']} in {summary['train_seconds']:.0f} s",
         "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
+        "best": summary.get("best_step")
+        and f"{summary['monitor']} {summary['best_value']:.5g} at step {summary['best_step']}",
         "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
         "encoders": summary.get("encoders"),
         "plan": summary["plan"] and _line_of_plan(summary["plan"]),

@@ -25,6 +25,7 @@ from sd_lightning.data.sources.dreambooth import (
     balanced,
     find_class_pictures,
     find_subjects,
+    held_out,
     photos_of,
 )
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
@@ -284,6 +285,7 @@ def dreambooth_data(
     *,
     subjects: list[dict[str, Any]] | None = None,
     caption_extension: str = ".txt",
+    val_data_dir: str | None = None,
     prior: Prior,
     batches: Batches,
     images: ImageOptions,
@@ -299,7 +301,11 @@ def dreambooth_data(
         min_samples=16 * batches.batch_size,
         max_image_pixels=images.max_image_pixels,
     )
-    return SDDataModule(source, images=images, loader=loader, **vars(batches))
+    val = None
+    if val_data_dir is not None:
+        prompt = chosen[0].prompt if len(chosen) == 1 else None
+        val = held_out(val_data_dir, prompt, photos, caption_extension=caption_extension, images=images)
+    return SDDataModule(source, val, images=images, loader=loader, **vars(batches))
 
 
 @flat(

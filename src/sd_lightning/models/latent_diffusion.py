@@ -72,6 +72,7 @@ class LatentDiffusion(PipelineParts):
         vae: str | Path | None = None,
         deferred: Sequence[str] = (),
         lora: str | Path | None = None,
+        lora_weight: float | None = None,
     ) -> LatentDiffusion:
         """Load a pipeline in the diffusers layout, in the precision that it was saved in, or else in float32.
 
@@ -88,11 +89,14 @@ class LatentDiffusion(PipelineParts):
                 adapters to merge that are not plain LoRA.
             lora: A LoRA file in any format that diffusers reads; its adapters are merged into the weights, into
                 deferred ones when they are read.
+            lora_weight: Share of the change by ``lora``, or else by the folder's own adapters, that is merged: 0 leaves
+                the weights as they were, 1 is as trained, which None is, too.
 
         Raises:
             UsageError: The pipeline does not exist, a part of it is missing or unreadable, or adapters do not fit.
         """
         options: dict[str, Any] = {"revision": revision, "variant": variant, "vae": vae, "deferred": deferred}
+        options["lora_weight"] = lora_weight
         lora = None if lora is None else Path(lora)
         return cls(**vars(load_parts(pretrained_model_name_or_path, **options, lora=lora)))
 

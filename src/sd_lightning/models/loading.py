@@ -34,15 +34,14 @@ from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora import (
     Adapters,
-    LoraFile,
     adapted_weights,
     add_adapter_,
-    check_settings,
     layer_adapters,
     merged_state_dict,
     on_host,
 )
 from sd_lightning.models.lora_base import compare_bases
+from sd_lightning.models.lora_file import LoraFile, check_settings
 from sd_lightning.models.lora_formats import Shapes, read_adapters
 from sd_lightning.models.pipeline_folder import (
     find_configs,
@@ -167,6 +166,7 @@ def load_parts(
     vae: str | Path | None,
     deferred: Sequence[str],
     lora: Path | None = None,
+    lora_weight: float | None = None,
 ) -> PipelineParts:
     """Load a pipeline in the diffusers layout; see :meth:`LatentDiffusion.from_pretrained`."""
     root = find_folder(pretrained, revision=revision, variant=variant)
@@ -179,13 +179,19 @@ def load_parts(
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
         raise UsageError(f"lora={lora}: {root} has these adapters already; leave lora out")
     files += [] if lora is None else [lora]
+    if lora_weight is not None and not files:
+        raise UsageError(
+            f"lora_weight={lora_weight}: {root} has no {LORA_NAME}: it was trained without adapters, or these are "
+            "merged already; leave lora_weight out, or give a LoRA file or run with lora="
+        )
     if files:  # before weights are read
         on_meta = _from_folder(root, lambda name, part, _: meta_network(part, root / name))
         for file in files:
             bases[file] = check_settings(file)
             for name, layers in read_lora(on_meta, file, f"lora={lora}" if file == lora else str(file)).items():
                 for layer, each in layers.items():
-                    adapters.setdefault(name, {}).setdefault(f"{layer}.weight", []).append(each)
+                    weighted = each if file != files[-1] or lora_weight is None else each._replace(strength=lora_weight)
+                    adapters.setdefault(name, {}).setdefault(f"{layer}.weight", []).append(weighted)
     is_dora = any(each.magnitude is not None for several in adapters.values() for s in several.values() for each in s)
 
     def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,13 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.lora_layers import expanded, is_adapter, layer_names, longest, matching, name_parts
 from sd_lightning.quantization.base import Base, fill_base_, original_shape, quantize_base_
 from sd_lightning.quantization.int8 import row_reader
 from sd_lightning.quantization.layers import Int8Conv2d, Part, int8_layers
 from sd_lightning.quantization.tensor_parallel import check_is_whole
 from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
-from sd_lightning.storage.safetensors_file import open_safetensors
-from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, write_tensors
-from sd_lightning.storage.tensor_store import ShardedTensors
-from sd_lightning.storage.untrusted import parse_json
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers uses."""
@@ -37,22 +34,14 @@ METADATA = "lora_adapter_metadata"
 """Key that diffusers uses for the adapters' settings in the file's header."""
 SCALE = "sd_lightning_lora_scale"
 """Key of the header: ``alpha / rank`` of the training, which the file's ``lora_B`` include."""
+SCALES = "sd_lightning_lora_scales"
+"""Key of the header: the same of layers where it is another, by network and layer: ``unet.mid_block…``."""
 BASE = "sd_lightning_lora_base"
 """Key of the header: what the frozen weights were quantised to in the training, if they were."""
 BASE_VALUES = "sd_lightning_lora_base_values"
 """Key of the header: the first values of some of the weights that the adapters were trained on, by name."""
 _ADAPTER = "default"
 MAGNITUDE = "lora_magnitude_vector"
-_KEY = re.compile(rf"(?P<network>\w+)\.(?P<layer>.+)\.(lora_[AB]\.weight|{MAGNITUDE})")
-# Settings of peft that change the merge formula; only plain LoRA and DoRA are supported here.
-OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "lora_bias")
-# Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
-_PLAIN = {
-    *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
-    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_qalora", "qalora_group_size", "fan_in_fan_out"),
-    *("init_lora_weights", "layers_pattern", "layers_to_transform", "inference_mode", "peft_type", "peft_version"),
-    *("task_type", "base_model_name_or_path", "revision"),
-}
 
 
 @dataclass(frozen=True)
@@ -61,10 +50,16 @@ class Lora:
 
     rank: int = 4
     alpha: float | None = None
-    """The adapters' output is scaled by ``alpha / rank``; equals ``rank`` if not given."""
+    """The adapters' output is scaled by ``alpha / rank``; equals the layer's rank if not given."""
+    rank_pattern: Mapping[str, int] | None = None
+    """Ranks of layers by a part of their names between dots, "attn2" or "unet.down_blocks.0", ``*`` for any number. The
+    longest pattern wins; 0 leaves layers out."""
+    alpha_pattern: Mapping[str, float] | None = None
+    """The same for ``alpha``."""
     dropout: float = 0.0
     target_modules: tuple[str, ...] | list[str] | None = None
-    """Name endings of the denoiser's layers that get adapters, ``*`` for any number; None for the family's own."""
+    """Name endings of the denoiser's layers that get adapters, ``*`` for any number; None for the family's own; empty
+    for adapters of text encoders alone."""
     text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
     """The same for text encoders, if they are trained."""
     merge: bool = False
@@ -86,6 +81,14 @@ class Lora:
             raise UsageError(f"lora got rank={self.rank!r}; expected at least 1, a whole number; write lora.rank=4")
         if self.alpha is not None and not self.alpha > 0:
             raise UsageError(f"lora got alpha={self.alpha}; expected a number above 0; write lora.alpha={self.rank}")
+        for name, least in (("rank_pattern", 0), ("alpha_pattern", None)):
+            for key, value in (getattr(self, name) or {}).items():
+                is_number = isinstance(value, int if name == "rank_pattern" else int | float)
+                if not is_number or isinstance(value, bool) or not (value > 0 or value == least):
+                    expected = "a whole number, 0 to leave layers out" if least == 0 else "a number above 0"
+                    raise UsageError(
+                        f"lora got {name}={{{key}:{value}}}; expected {expected}; write lora.{name}={{{key}:8}}"
+                    )
         if not 0 <= self.dropout < 1:
             raise UsageError(f"lora got dropout={self.dropout}; expected a number in [0, 1); write lora.dropout=0")
 
@@ -116,9 +119,21 @@ class Lora:
         from peft import inject_adapter_in_model
 
         check_is_whole(networks, "Lora.apply_")
+        for name in [
+            name for name in networks if not self._targets(name) and self.setting_of(name) == "target_modules"
+        ]:
+            if len(networks) == 1:
+                raise UsageError(
+                    "lora.target_modules=[] trains adapters of text encoders alone, and none is trained; add "
+                    "module.train_text_encoder=true (of dreambooth: train_text_encoder=true), or name layers of the "
+                    f"{name}, as null does"
+                )
+            networks = {other: network.requires_grad_(other != name) for other, network in networks.items()}
+            networks.pop(name)
         layers = {name: layer_names(network) for name, network in networks.items()}
         for name, network in networks.items():
             self._check_targets(name, network, layers[name])
+        self._check_patterns(layers)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
@@ -126,7 +141,8 @@ class Lora:
                     with on_host(network):
                         inject_adapter_in_model(self._config(name, layers[name]), network, adapter_name=_ADAPTER)
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
-                    raise UsageError(f"lora.rank={self.rank}: {error}; write another rank") from error
+                    ranks = f"lora.rank={self.rank} lora.rank_pattern={dict(self.rank_pattern or {})}"
+                    raise UsageError(f"{ranks}: {error}; write another rank") from error
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 
@@ -140,8 +156,9 @@ class Lora:
         for name, others in adapters.items():
             modules: dict[str, Any] = dict(networks[name].named_modules()) if name in networks else {}
             layers = {key: module for key, module in modules.items() if _ADAPTER in getattr(module, "lora_A", ())}
-            alphas = {(len(each.down), each.alpha, each.magnitude is not None) for each in others.values()}
-            if layers.keys() != others.keys() or alphas != {(self.rank, self.effective_alpha, self.use_dora)}:
+            kinds = {key: (len(each.down), each.alpha) for key, each in others.items()}
+            is_dora = {each.magnitude is not None for each in others.values()} == {self.use_dora}
+            if layers.keys() != others.keys() or kinds != self.kinds(name, layers) or not is_dora:
                 raise UsageError(
                     f"lora.init={self.init}: its adapters of {name} have other layers, rank or alpha, or DoRA, than "
                     "these settings; take those of sd_lightning.models.lora_start.going_on(lora, file, model)"
@@ -177,25 +194,38 @@ class Lora:
         """
         tensors: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
-        for name, adapters in layers.items():
+        usual, scales = self.effective_alpha / self.rank, dict[str, float]()
+        for name, adapters in ((name, adapters) for name, adapters in layers.items() if adapters):
             keys = adapter_keys(name, components[name], adapters)
-            tensors |= {keys[k]: v * self._scale if ".lora_B." in k else v for k, v in adapters.items()}
-            adapted = [key.partition(".lora_")[0] for key in adapters]
-            config = self._config(name, adapted).to_dict() | {"lora_alpha": self.rank}
+            adapted = list(dict.fromkeys(key.partition(".lora_")[0] for key in adapters))
+            scale_of = {layer: alpha / rank for layer, (rank, alpha) in self.kinds(name, adapted).items()}
+            for key, values in adapters.items():
+                scale = scale_of[key.partition(".lora_")[0]] if ".lora_B." in key else usual
+                tensors[keys[key]] = values * scale if ".lora_B." in key else values
+                if scale != usual:
+                    scales[keys[key].removesuffix(".lora_B.weight")] = scale
+            # The weights include the scales.
+            config = replace(self, alpha=None, alpha_pattern=None)._config(name, adapted).to_dict()
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
-        metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(self._scale)}
+        metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(usual)}
+        metadata |= {SCALES: json.dumps(scales, sort_keys=True)} if scales else {}
         metadata |= {} if self.base is None else {BASE: self.base}
         metadata |= {BASE_VALUES: json.dumps(base_values)} if base_values else {}
         return write_tensors(file, tensors, metadata=metadata)
 
     def _check_targets(self, name: str, network: nn.Module, layers: Iterable[str]) -> None:
         """Raise if there is no target, or one is neither linear nor convolutional."""
-        endings = tuple(f".{target}" for target in self._config(name, layers).target_modules)
+        asked, kinds = matching(self._targets(name), layers), self.kinds(name, layers)
         # peft wraps a layer that has adapters already.
-        targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if f".{k}".endswith(endings)}
+        targets = {k: getattr(m, "base_layer", m) for k, m in network.named_modules() if k in kinds}
         wrong = [f"{k} is a {type(m).__name__}" for k, m in targets.items() if not isinstance(m, nn.Linear | nn.Conv2d)]
         quantised = [k for k, m in targets.items() if self.use_dora and isinstance(m, Int8Conv2d)]
         wrong += [f"{k} is a quantised convolution, and DoRA reads its weight" for k in quantised]
+        if asked and not kinds:
+            raise UsageError(
+                f"lora.rank_pattern={dict(self.rank_pattern or {})}: it leaves out all layers of {name}; expected a "
+                f"rank above 0 for some; write lora.{self.setting_of(name)}=[…] with what is to be trained"
+            )
         if wrong or not targets:
             setting = self.setting_of(name)
             linear = [k.rpartition(".")[2] for k, layer in network.named_modules() if isinstance(layer, nn.Linear)]
@@ -205,6 +235,29 @@ class Lora:
                 f"expected endings of the names of linear {'' if quantised else 'or convolutional '}layers of {name}, "
                 f"e.g. {examples}"
             )
+
+    def _check_patterns(self, layers: Mapping[str, Iterable[str]]) -> None:
+        """Raise if a pattern is of no layer that could have adapters."""
+        asked = [f"{name}.{k}" for name, each in layers.items() for k in sorted(matching(self._targets(name), each))]
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting) or ():
+                if not any(longest([pattern], layer) for layer in asked):
+                    raise UsageError(
+                        f"lora.{setting}: no layer with adapters has {pattern!r} in its name; expected names or parts "
+                        f"of them between dots, such as {', '.join(name_parts(asked)[:24])}"
+                    )
+
+    def kinds(self, network: str, layers: Iterable[str]) -> dict[str, tuple[int, float]]:
+        """Return rank and alpha of those of a network's layers that get adapters."""
+        found, targets = {}, matching(self._targets(network), layers)
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        for layer in (each for each in layers if each in targets):
+            rank_key, alpha_key = (longest(each, f"{network}.{layer}") for each in (ranks, alphas))
+            rank = self.rank if rank_key is None else ranks[rank_key]
+            alpha = (self.alpha or rank) if alpha_key is None else alphas[alpha_key]
+            if rank:
+                found[layer] = rank, alpha
+        return found
 
     @staticmethod
     def setting_of(network: str) -> str:
@@ -223,37 +276,30 @@ class Lora:
     def _config(self, name: str, layers: Iterable[str]) -> Any:
         from peft import LoraConfig
 
-        targets = [t for target in self._targets(name) for t in _expanded(target, layers)]
+        targets = [t for target in self._targets(name) for t in expanded(target, layers)]
+        kinds, usual = self.kinds(name, layers), (self.rank, self.effective_alpha)
+        left_out = sorted(matching(targets, layers) - kinds.keys())
+        patterns: tuple[dict[str, float], ...] = {}, {}
+        for each, default, pattern in zip((0, 1), usual, patterns):
+            for value in sorted({kind[each] for kind in kinds.values()} - {default}):
+                pattern[_regex(name, [layer for layer, kind in kinds.items() if kind[each] == value])] = value
 
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
+            rank_pattern=patterns[0],
+            alpha_pattern=patterns[1],
+            exclude_modules=_regex(name, left_out) if left_out else None,
             lora_dropout=self.dropout,
             target_modules=targets,
             use_dora=self.use_dora,
         )
 
-    @property
-    def _scale(self) -> float:
-        return self.effective_alpha / self.rank
 
-
-def layer_names(network: nn.Module) -> list[str]:
-    return [key for key, _ in network.named_modules() if "base_layer" not in key and not is_adapter(key)]
-
-
-def matching(targets: Iterable[str], layers: Iterable[str]) -> set[str]:
-    """Return the layers whose names end in one of the targets, as :attr:`Lora.target_modules` has them."""
-    endings = tuple(f".{each}" for target in targets for each in _expanded(target, layers))
-    return {layer for layer in layers if f".{layer}".endswith(endings)}
-
-
-def _expanded(target: str, layers: Iterable[str]) -> list[str]:
-    """Return a target with ``*`` as the names of all layers that it stands for; peft knows no such patterns."""
-    if "*" not in target:
-        return [target]
-    pattern = re.compile(rf"(?:.*\.)?{re.escape(target)}".replace(r"\*", r"\d+"))
-    return sorted({layer for layer in layers if pattern.fullmatch(layer)})
+def _regex(network: str, layers: Iterable[str]) -> str:
+    """Return peft's pattern of layers; those of CLIP have a prefix in some versions of transformers."""
+    prefix = r"(?:text_model\.)?" if Family.is_text_encoder(network) else ""
+    return f"^{prefix}(?:{'|'.join(map(re.escape, layers))})$"
 
 
 @contextmanager
@@ -289,11 +335,6 @@ def begin_magnitudes_(network: nn.Module, files: DeferredWeights) -> None:
             magnitude: Tensor = getattr(layer, MAGNITUDE)[_ADAPTER].weight
             magnitude.copy_(norms.view_as(magnitude))
     files.close()
-
-
-def is_adapter(key: str) -> bool:
-    """Return whether a name in memory belongs to an adapter's weight."""
-    return ".lora_" in key
 
 
 def is_magnitude(key: str) -> bool:
@@ -383,7 +424,8 @@ def add_adapter_(weight: Tensor, adapter: Adapter) -> None:
     if adapter.magnitude is None:
         adapter.add_(weight.view(-1), 0)
     else:
-        weight.copy_(add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude))
+        changed = add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude)
+        weight.copy_(weight.float().lerp(changed, adapter.strength))
 
 
 def unscaled(up: Tensor, scale: float) -> Tensor:
@@ -409,153 +451,5 @@ def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
     return {plain: merged(key) if key in adapted else state[key] for plain, key in plain_names(state).items()}
 
 
-def check_settings(path: Path) -> dict[str, list[float]]:
-    """Check the settings of adapters before diffusers gives them to peft, which imports modules that some name.
-
-    Returns:
-        The first values of some weights that the adapters were trained on, by network and name; none if not recorded.
-
-    Raises:
-        UsageError: The file is damaged, or a setting is none of plain LoRA.
-    """
-    metadata = LoraFile.read(path).metadata
-    try:
-        settings, base = (parse_json(metadata.get(key, "{}")) for key in (METADATA, BASE_VALUES))
-        unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
-        base_values = {str(key): [float(value) for value in values] for key, values in base.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: its metadata cannot be read ({error}); copy the file again") from error
-    from peft import LoraConfig
-
-    defaults = LoraConfig().to_dict()
-    for key, value in unusual.items():
-        if value != defaults.get(key.rpartition(".")[2]):
-            raise UsageError(
-                f"{path}: its metadata has {key}={str(value)[:80]}, which is no setting of plain LoRA; copy the file "
-                "again, or save the adapters without it"
-            )
-    return base_values
-
-
 Adapters = dict[str, dict[str, Adapter]]
 """By network and by the layer's name."""
-
-
-class AdaptedLayer(NamedTuple):
-    """A layer of a network in files, with its adapter."""
-
-    network: str
-    layer: str
-    weight: StreamedTensor
-    down: StreamedTensor
-    up: StreamedTensor
-    scale: float
-    magnitude: StreamedTensor | None
-    """DoRA's."""
-
-
-@dataclass(frozen=True)
-class LoraFile:
-    """The LoRA adapters of a pipeline."""
-
-    path: Path
-    tensors: Mapping[str, StreamedTensor]
-    """By their keys in the file, ``<network>.<layer>.lora_A.weight``."""
-    metadata: Mapping[str, str]
-    is_source: bool = True
-    """Whether the tensors are those of the file, not of a checkpoint."""
-
-    @classmethod
-    def read(cls, path: Path) -> LoraFile:
-        """Read the header of a LoRA file.
-
-        Raises:
-            UsageError: The file is damaged.
-        """
-        tensors = file_tensors(path)
-        file = open_safetensors(path)
-        file.handle.close()
-        return cls(path, tensors, file.header.metadata)
-
-    def stays(self, dtype: torch.dtype | None) -> bool:
-        """Return whether an export in ``dtype`` can copy the file unchanged."""
-        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
-
-    def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
-        """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
-        tensors, scale = dict(self.tensors), self.trained_scale
-        for name, component in components.items():
-            prefix = f"master/{name}."
-            live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
-            for adapter, key in adapter_keys(name, component, live).items():
-                live_tensor = store.streamed(prefix + adapter)
-                tensors[key] = _scaled(live_tensor, scale) if ".lora_B." in key else live_tensor
-        return LoraFile(self.path, tensors, self.metadata, is_source=False)
-
-    def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:
-        """Return, by network, the weights that have adapters; the adapters are merged when a weight is read.
-
-        Args:
-            networks: By network, the tensors of its weight file.
-
-        Raises:
-            UsageError: The adapters are not plain LoRA, or belong to another model.
-        """
-        found: dict[str, dict[str, StreamedTensor]] = {}
-        for each in self.layers(networks):
-            weight, slices = each.weight, partial(_merged, each)
-            merged = StreamedTensor(weight.dtype, weight.shape, slices)
-            found.setdefault(each.network, {})[f"{each.layer}.weight"] = merged
-        return found
-
-    def layers(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> Iterator[AdaptedLayer]:
-        """Iterate over the layers that have adapters; arguments and errors as for :meth:`merged`."""
-        for key in self.tensors:
-            match = _KEY.fullmatch(key)
-            network, layer = (match["network"], match["layer"]) if match else ("", "")
-            weight = networks.get(network, {}).get(f"{layer}.weight")
-            down, up = (self.tensors.get(f"{network}.{layer}.lora_{part}.weight") for part in "AB")
-            magnitude = self.tensors.get(f"{network}.{layer}.{MAGNITUDE}")
-            if weight is None or down is None or up is None or not _fit(weight, down, up):
-                raise UsageError(
-                    f"{self.path}: {key} does not fit a layer of the pipeline beside it, so it cannot be merged or "
-                    "converted; copy the file again, or write format=diffusers, which keeps it as it is"
-                )
-            if ".lora_A." in key:
-                yield AdaptedLayer(network, layer, weight, down, up, self.scale_of(network), magnitude)
-
-    @property
-    def trained_scale(self) -> float:
-        """``alpha / rank`` of the training, which ``lora_B`` include."""
-        return float(self.metadata.get(SCALE, 1))
-
-    def scale_of(self, network: str) -> float:
-        """Return what scales ``lora_B @ lora_A`` of a network.
-
-        Raises:
-            UsageError: The file does not tell.
-        """
-        try:
-            settings = parse_json(self.metadata[METADATA])
-            if any(settings.get(f"{network}.{name}") for name in OTHER_KINDS):
-                raise ValueError("they are not plain LoRA")
-            return float(settings[f"{network}.lora_alpha"] / settings[f"{network}.r"])
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise UsageError(
-                f"{self.path}: its metadata does not tell the scale of the adapters of {network} ({error}), so they "
-                "cannot be merged or converted; write format=diffusers, which keeps the file as it is"
-            ) from error
-
-
-def _fit(weight: StreamedTensor, down: StreamedTensor, up: StreamedTensor) -> bool:
-    return down.shape[1:] == weight.shape[1:] and up.shape[:2] == (weight.shape[0], down.shape[0])
-
-
-def _merged(each: AdaptedLayer) -> Iterator[Tensor]:
-    magnitude = None if each.magnitude is None else each.magnitude.read()
-    merged = add_adapter(each.weight.read(), each.down.read(), each.up.read(), each.scale, magnitude)
-    yield merged.to(each.weight.dtype).reshape(-1)
-
-
-def _scaled(tensor: StreamedTensor, scale: float) -> StreamedTensor:
-    return replace(tensor, slices=lambda: (block * scale for block in tensor.slices()))

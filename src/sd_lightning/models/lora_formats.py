@@ -8,6 +8,8 @@ LyCORIS has them.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,16 +23,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import model_spec
-from sd_lightning.models.lora import (
-    MAGNITUDE,
-    METADATA,
-    OTHER_KINDS,
-    SCALE,
-    AdaptedLayer,
-    Adapters,
-    LoraFile,
-    unscaled,
-)
+from sd_lightning.models.lora import MAGNITUDE, METADATA, Adapters, unscaled
+from sd_lightning.models.lora_file import AdaptedLayer, LoraFile, alpha_of, trained_scales
 from sd_lightning.storage.deferred_weights import Adapter
 from sd_lightning.storage.streamed_tensor import StreamedTensor, content_digest
 from sd_lightning.storage.untrusted import parse_json
@@ -82,13 +76,19 @@ def front_end_tensors(
     tensors: dict[str, StreamedTensor] = {}
     for key, parts in groups.items():
         first = next(part for part, _ in parts if part is not None)
-        ranks, outputs = len(parts) * first.down.shape[0], sum(rows for _, rows in parts)
+        given = {part.down.shape[0] for part, _ in parts if part is not None}
+        none = given.pop() if len(given) == 1 else 0  # rank of the zeros for a layer without an adapter
+        ranks_of = [none if part is None else part.down.shape[0] for part, _ in parts]
+        ranks, outputs = sum(ranks_of), sum(rows for _, rows in parts)
+        # It has one scale: that of the training, or if those differ, which the weights then include, 1.
+        scales = {part.scale * part.trained_scale for part, _ in parts if part is not None}
+        scale = scales.pop() if len(scales) == 1 else None
         down = (ranks, *first.down.shape[1:])
         up = (outputs, ranks, *first.up.shape[2:])
-        lowered = partial(_up, parts, up, file.trained_scale)
-        tensors[f"{key}.lora_down.weight"] = StreamedTensor.of(partial(_down, parts, down), first.down.dtype, down)
+        lowered = partial(_up, parts, up, ranks_of, scale)
+        tensors[f"{key}.lora_down.weight"] = StreamedTensor.of(partial(_down, parts, ranks_of), first.down.dtype, down)
         tensors[f"{key}.lora_up.weight"] = StreamedTensor.of(lowered, first.up.dtype, up)
-        tensors[f"{key}.alpha"] = StreamedTensor.of(torch.tensor(first.scale * file.trained_scale * ranks))
+        tensors[f"{key}.alpha"] = StreamedTensor.of(torch.tensor(ranks * (1.0 if scale is None else scale)))
         if first.magnitude is not None:
             norms, shape = partial(_magnitudes, parts, bases[key]), (outputs, *[1] * (len(first.weight.shape) - 1))
             tensors[f"{key}.dora_scale"] = StreamedTensor.of(norms, first.magnitude.dtype, shape)
@@ -124,8 +124,13 @@ def front_end_metadata(
         prediction_type: As in a scheduler's configuration.
         dtype: As in :func:`write_streamed`.
     """
-    rank = min(len_of.shape[0] for key, len_of in file.tensors.items() if ".lora_A." in key)
-    alpha = max(file.scale_of(key.partition(".")[0]) for key in file.tensors) * file.trained_scale * rank
+    kinds = set()
+    for key, tensor in file.tensors.items():
+        if ".lora_A." in key:
+            network, _, layer = key.removesuffix(".lora_A.weight").partition(".")
+            scale = file.scale_of(network, layer, tensor.shape[0]) * file.trained_scale(f"{network}.{layer}")
+            kinds.add((str(tensor.shape[0]), f"{scale * tensor.shape[0]:.12g}"))
+    rank, alpha = kinds.pop() if len(kinds) == 1 else ("Dynamic", "Dynamic")  # as in `resize_lora.py` of sd-scripts
     spec, version = model_spec(
         family,
         components,
@@ -138,8 +143,8 @@ def front_end_metadata(
         "modelspec.hash_sha256": f"0x{content_digest(tensors, dtype)}",
         "ss_base_model_version": version,
         "ss_network_module": "networks.lora",
-        "ss_network_dim": str(rank),
-        "ss_network_alpha": f"{alpha:.12g}",
+        "ss_network_dim": rank,
+        "ss_network_alpha": alpha,
         "ss_output_name": title,
     }
 
@@ -150,16 +155,19 @@ def _prefix(network: str, family: Family) -> str:
     return "lora_te" if len(family.text_encoders) == 1 else f"lora_te{family.text_encoders.index(network) + 1}"
 
 
-def _down(parts: _Parts, shape: tuple[int, ...]) -> Tensor:
-    none = torch.zeros(shape[0] // len(parts), *shape[1:])
-    return torch.cat([none if part is None else part.down.read() for part, _ in parts])
+def _down(parts: _Parts, ranks: Sequence[int]) -> Tensor:
+    shape = next(part for part, _ in parts if part is not None).down.shape
+    none = (torch.zeros(rank, *shape[1:]) for rank in ranks)
+    return torch.cat([zeros if part is None else part.down.read() for (part, _), zeros in zip(parts, none)])
 
 
-def _up(parts: _Parts, shape: tuple[int, ...], scale: float) -> Tensor:
-    rank = shape[1] // len(parts)
-    blocks = [
-        torch.zeros(rows, rank) if part is None else unscaled(part.up.read(), scale).flatten(1) for part, rows in parts
-    ]
+def _up(parts: _Parts, shape: tuple[int, ...], ranks: Sequence[int], scale: float | None) -> Tensor:
+    blocks = []
+    for (part, rows), rank in zip(parts, ranks, strict=True):
+        up = torch.zeros(rows, rank) if part is None else part.up.read().flatten(1)
+        if part is not None:
+            up = up * part.scale if scale is None else unscaled(up, part.trained_scale)
+        blocks.append(up)
     return torch.block_diag(*blocks).view(shape)
 
 
@@ -188,7 +196,9 @@ def read_adapters(
     """
     for front_end in (None, *get_args(FrontEnd)):
         of_family = partial(_of_front_end, family=family, front_end=front_end)
-        with suppress(RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError):  # not what keys tell
+        with suppress(
+            RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError, re.error
+        ):  # not what keys tell
             found = (of_family if front_end else _of_diffusers)(dict(stored), metadata, shapes)
             if found is not None:
                 return found
@@ -196,22 +206,20 @@ def read_adapters(
 
 
 def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes) -> Adapters | None:
-    settings, trained = parse_json(metadata.get(METADATA, "{}")), float(metadata.get(SCALE, 1))
+    settings, trained_of = parse_json(metadata.get(METADATA, "{}")), trained_scales(metadata)
     found: Adapters = {}
     for network, layers in shapes.items():
-        if any(settings.get(f"{network}.{kind}") for kind in OTHER_KINDS):
-            return None
         for layer in (each for each in layers if f"{network}.{each}.lora_B.weight" in left):
             ends = ("lora_A.weight", "lora_B.weight", MAGNITUDE)
             down, up, norms = (left.pop(f"{network}.{layer}.{end}", None) for end in ends)
             if down is None or up is None:
                 return None
-            rank = settings.get(f"{network}.r", len(down))
-            alpha = settings.get(f"{network}.lora_alpha", rank) / rank * trained * len(down)
+            trained = trained_of.get(f"{network}.{layer}", trained_of[""])
+            told = alpha_of({f"{network}.lora_alpha": len(down)} | settings, network, layer)
             found.setdefault(network, {})[layer] = Adapter(
                 down.reshape(-1, *layers[layer][1:]),
                 unscaled(up.reshape(*_up_shape(layers[layer], len(down))), trained),
-                float(f"{alpha:.12g}"),
+                float(f"{told * trained:.12g}"),
                 None if norms is None else norms.reshape(layers[layer][0]),
             )
     return None if left or not found else found
@@ -235,14 +243,15 @@ def _of_front_end(
         weights = [shapes[network][layer] for layer in layers]
         rows = [weight[0] for weight in weights]
         blocks, ranks = up.flatten(1).split(rows), len(down) // len(layers)
-        others = [b[:, j * ranks : (j + 1) * ranks] for i, b in enumerate(blocks) for j in range(len(rows)) if i != j]
-        is_joined = len(down) == ranks * len(rows) and not any(each.any() for each in others)  # ours: block-diagonal
-        told = recorded * (len(rows) if is_joined else 1)
-        scale = 1.0 if alpha is None else alpha.item() / len(down)
-        if alpha is not None and torch.tensor(told, dtype=alpha.dtype) == alpha:  # which may be rounded
-            scale = told / len(down)
+        own_of = _blocks(blocks, [ranks] * len(rows)) or _blocks(blocks, _ranks(blocks))
+        scale = 1.0
+        if alpha is not None:
+            shorter = float(f"{alpha.item():.7g}")  # as 0.3, which was rounded to float32
+            told = (recorded * (len(rows) if own_of else 1), *([shorter] if alpha.dtype == torch.float32 else []))
+            same = (each for each in told if torch.tensor(each, dtype=alpha.dtype) == alpha)  # which may be rounded
+            scale = next(same, alpha.item()) / len(down)
         for i, (layer, weight, block) in enumerate(zip(layers, weights, blocks, strict=True)):
-            own = slice(i * ranks, (i + 1) * ranks) if is_joined else slice(None)
+            own = own_of[i] if own_of else slice(None)
             if len(layers) > 1 and not (down[own].any() or block[:, own].any()):
                 continue  # it has none
             rank, scaled = len(down[own]), None if norms is None else norms.reshape(-1).split(rows)[i]
@@ -253,6 +262,23 @@ def _of_front_end(
                 scaled,
             )
     return None if left or not found else found
+
+
+def _ranks(blocks: Sequence[Tensor]) -> list[int]:
+    """Return how many columns each block of rows has values in, if no other has; zeros go with what is before."""
+    has = torch.stack([block.any(0) for block in blocks]).int()
+    last = has.argmax(0).cummax(0).values
+    in_turn = (has.sum(0) < 2).all() and ((last == has.argmax(0)) | ~has.any(0)).all()
+    return last.bincount(minlength=len(blocks)).tolist() if in_turn else []
+
+
+def _blocks(blocks: Sequence[Tensor], ranks: Sequence[int]) -> list[slice]:
+    """Return the columns of each block of rows, if these are diagonal, as we join layers; else nothing."""
+    ends = list(itertools.accumulate(ranks))
+    found = [slice(end - rank, end) for end, rank in zip(ends, ranks)]
+    others = (block[:, own] for i, block in enumerate(blocks) for j, own in enumerate(found) if i != j)
+    is_whole = ends[-1:] == [blocks[0].shape[1]]
+    return found if is_whole and not any(each.any() for each in others) else []
 
 
 def _up_shape(weight: Sequence[int], rank: int) -> tuple[int, ...]:

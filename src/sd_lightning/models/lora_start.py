@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning.models.loading import PipelineParts, read_lora
-from sd_lightning.models.lora import WEIGHTS_NAME, Lora, layer_names, matching
+from sd_lightning.models.lora import WEIGHTS_NAME, Lora
 from sd_lightning.models.lora_formats import FILE_NAME
+from sd_lightning.models.lora_layers import layer_names, matching
 from sd_lightning.storage import far_runs, runs
 
 
@@ -57,7 +59,7 @@ def going_on(
         train_text_encoder: Whether text encoders are trained.
 
     Raises:
-        UsageError: The file has no adapters of the model or several ranks, or a setting contradicts it.
+        UsageError: The file has no adapters of the model, or a setting contradicts it.
     """
     who = f"init_lora={file}"
     adapters = read_lora(parts, file, who)
@@ -67,18 +69,19 @@ def going_on(
             f"{who}: it has adapters of {' and '.join(texts)}, and the run trains none of them; write "
             "train_text_encoder=true (of train: module.train_text_encoder=true)"
         )
-    kinds = {(len(a.down), a.alpha, a.magnitude is not None) for each in adapters.values() for a in each.values()}
-    if len(kinds) > 1:
-        shown = ", ".join(f"rank {rank} with alpha {alpha:g}" for rank, alpha, _ in sorted(kinds)[:4])
-        raise UsageError(f"{who}: its layers differ ({shown}); expected one rank and alpha; give another file")
-    rank, alpha, use_dora = kinds.pop()
-    values: dict[str, Any] = {"rank": rank, "alpha": alpha, "use_dora": use_dora}
-    for name in (parts.family.denoiser, *texts[:1]):
-        if name in adapters:
-            key, layers = lora.setting_of(name), layer_names(parts.networks[name])
-            asked = getattr(lora.of_family(parts.family), key)
-            is_same = matching(asked, layers) == adapters[name].keys()
-            values[key] = list(asked) if is_same else _endings(adapters[name], layers)
+    found = {name: {k: (len(a.down), a.alpha) for k, a in each.items()} for name, each in adapters.items()}
+    dora = {a.magnitude is not None for each in adapters.values() for a in each.values()}
+    if len(dora) > 1:
+        raise UsageError(f"{who}: some of its layers have DoRA's magnitudes, and others none; give another file")
+    own, values = lora.of_family(parts.family), {"use_dora": dora.pop()} | _kinds(found)
+    layers = {name: layer_names(parts.networks[name]) for name in found}
+    if all(own.kinds(name, layers[name]) == each for name, each in found.items()):
+        values |= {key: getattr(own, key) for key in values.keys() - {"use_dora"}}
+    else:
+        for name in (each for each in (parts.family.denoiser, *texts[:1]) if each in adapters):
+            asked = getattr(own, key := lora.setting_of(name))
+            is_same = matching(asked, layers[name]) == adapters[name].keys()
+            values[key] = list(asked) if is_same else _endings(adapters[name], layers[name])
     for key in given:
         ours: Any = getattr(lora, key)
         if key in values and ours is not None and (list(ours) if "modules" in key else ours) != values[key]:
@@ -87,6 +90,17 @@ def going_on(
                 f"leave lora.{key} out, or start without init_lora"
             )
     return replace(lora, init=file, **values)
+
+
+def _kinds(found: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, Any]:
+    """Return settings of the ranks and alphas of a file's layers, by network; what most have is that of all others."""
+    named = {f"{name}.{layer}": kind for name, layers in found.items() for layer, kind in layers.items()}
+    rank, alpha = (Counter(each).most_common(1)[0][0] for each in zip(*named.values(), strict=True))
+    ranks = {name: kind[0] for name, kind in named.items() if kind[0] != rank}
+    if ranks and all(kind[0] == kind[1] for kind in named.values()):
+        return {"rank": rank, "alpha": None, "rank_pattern": ranks, "alpha_pattern": None}
+    alphas = {name: kind[1] for name, kind in named.items() if kind[1] != alpha}
+    return {"rank": rank, "alpha": alpha, "rank_pattern": ranks or None, "alpha_pattern": alphas or None}
 
 
 def _endings(layers: Collection[str], others: Collection[str]) -> list[str]:

@@ -38,6 +38,8 @@ class Adapter(NamedTuple):
     alpha: float
     magnitude: Tensor | None = None
     """DoRA's (O,)."""
+    strength: float = 1.0
+    """Share of the change that is added."""
 
     @property
     def scale(self) -> float:
@@ -48,7 +50,8 @@ class Adapter(NamedTuple):
         down, end = self.down.float().flatten(1), begin + values.numel()
         first, last = begin // down.shape[1], -(-end // down.shape[1])
         change = (self.up[first:last].float().flatten(1) @ down).view(-1)
-        values.add_(change[begin - first * down.shape[1] :][: values.numel()].to(values.device), alpha=self.scale)
+        change = change[begin - first * down.shape[1] :][: values.numel()]
+        values.add_(change.to(values.device), alpha=self.scale * self.strength)
 
 
 class DeferredWeights:

@@ -435,6 +435,16 @@ def finished_step(run_dir: Path) -> int:
         return -1
 
 
+def result_checkpoint(run_dir: Path) -> Path | None:
+    """Return the checkpoint of a run's result: the best one of a finished run that chose it, else the newest valid."""
+    summary = run_dir / "summary.json"
+    best = read_json(summary).get("best_step") if summary.is_file() else None
+    found = checkpoint.checkpoint_path(run_dir, best) if type(best) is int else None
+    if found is not None and found.is_dir() and _newest_after(run_dir, finished_step(run_dir)) is None:
+        return found
+    return checkpoint.newest_valid(run_dir)
+
+
 def newest_step(run_dir: Path) -> int:
     """Return the step of a run's results or newest checkpoint, whichever is later; -1 without any."""
     return max([finished_step(run_dir), *map(checkpoint.step_of, checkpoint.all_checkpoints(run_dir))])

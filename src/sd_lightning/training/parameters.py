@@ -19,12 +19,12 @@ from sd_lightning.models.lora import (
     Adapters,
     Lora,
     begin_magnitudes_,
-    check_settings,
     freeze_unused,
     plain_names,
     weight_names,
 )
 from sd_lightning.models.lora_base import compare_bases
+from sd_lightning.models.lora_file import check_settings
 from sd_lightning.models.meta import meta_twin, unused_parameters
 from sd_lightning.quantization.base import hide_base_
 from sd_lightning.quantization.layers import refuse_quantised
@@ -129,4 +129,4 @@ def parameter_groups(
         # Weight decay would also shrink the embeddings of all other tokens.
         {"params": [p for p in parameters if id(p) in words], **rate, "weight_decay": 0.0},
     ]
-    return [groups[0], *(group for group in groups[1:] if group["params"])]
+    return [group for group in groups if group["params"]] or groups[:1]

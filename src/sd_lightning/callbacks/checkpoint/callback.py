@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import lightning_loops
 from sd_lightning.callbacks.checkpoint import pipeline, restore, trainer_state, writer
+from sd_lightning.callbacks.checkpoint.best import Best
 from sd_lightning.callbacks.checkpoint.optimizer_change import configured_groups
 from sd_lightning.callbacks.checkpoint.pipeline import PipelineModule
 from sd_lightning.callbacks.guards import REMEDY, BadSteps, ReportsLoss, bad_steps, last_good, stopped_by_signal
@@ -84,12 +85,27 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         run_dir: Directory of the run: new, empty, or of an earlier run; checkpoints go to ``<run_dir>/checkpoints``.
         every_n_steps: Optimizer steps between checkpoints; 0 saves only when training ends.
         keep: How many of the newest checkpoints stay on disk.
+        monitor: A metric of the validations, such as "val/caption_gap": the checkpoint where it is best is kept, too.
+            Every checkpoint has to be validated.
+        mode: Whether the least or the greatest is best; None: the least of a loss, the greatest of others.
         resume: Checkpoint directory to resume.
     """
 
     def __init__(
-        self, run_dir: str | Path, *, every_n_steps: int = 500, keep: int = 3, resume: str | Path | None = None
+        self,
+        run_dir: str | Path,
+        *,
+        every_n_steps: int = 500,
+        keep: int = 3,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        resume: str | Path | None = None,
     ) -> None:
+        if mode not in (None, "min", "max") or (mode is not None and monitor is None):
+            raise UsageError(
+                f"PortableCheckpoint got mode={mode} and monitor={monitor}; expected min or max, beside a monitor; "
+                "write monitor=val/caption_gap, and leave mode out"
+            )
         if every_n_steps < 0:
             raise UsageError(
                 f"PortableCheckpoint got every_n_steps={every_n_steps}; expected 0 or more, e.g. every_n_steps=500"
@@ -110,6 +126,9 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self.restored: Path | None = None
         """The checkpoint that the last fit resumed."""
         self._record = trainer_state.RunRecord()
+        usual: Literal["min", "max"] = "min" if monitor is not None and "loss" in monitor else "max"
+        self.best = None if monitor is None else Best(monitor, mode or usual)
+        """The best step by ``monitor``."""
         self._rotation = _Rotation()
         self._saved_callbacks: str | None = None
         self._is_later_fit = False
@@ -120,6 +139,18 @@ class PortableCheckpoint(StepCallback, Checkpoint):
     def last_saved(self) -> Path | None:
         """The newest checkpoint of the run."""
         return self._rotation.newest
+
+    @property
+    def result(self) -> Path | None:
+        """The best checkpoint by ``monitor``, else the newest: that of the run's pipeline."""
+        return (self.best and self.best.path(self.run_dir)) or self.last_saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.best is None else asdict(self.best)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.best is not None and self.resume is not None:
+            self.best.load(state_dict, self.run_dir, checkpoint.step_of(self.resume))
 
     @property
     def train_seconds(self) -> float:
@@ -173,6 +204,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.strategy.restore_checkpoint_after_setup:  # ``trainer.ckpt_path`` is known only now
             self._open_run(trainer, pl_module)
         super().on_train_start(trainer, pl_module)  # after the restore, which sets the step
+        if self.best is not None:
+            self.best.check(trainer, self.every_n_steps)
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
             if self.uploads is not None:
@@ -192,6 +225,9 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        newest, step = self.last_saved, trainer.global_step
+        if self.best is not None and not trainer.sanity_checking and newest and checkpoint.step_of(newest) == step:
+            self.best.look(trainer, step)
         self._amend(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,7 +277,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self._rotation.saved(saved)
             if trainer.is_global_zero:
                 busy = None if self.uploads is None else self.uploads.busy
-                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also={self._rotation.before, busy})
+                best = None if self.best is None else self.best.path(self.run_dir)
+                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also={self._rotation.before, busy, best})
                 log.info("saved %s", saved)
                 self._publish(saved)
             return saved

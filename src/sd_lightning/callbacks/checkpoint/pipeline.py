@@ -76,6 +76,8 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
     if lora is not None:
         parts["lora.rank"] = lora.rank
         parts["lora.alpha"] = lora.effective_alpha
+        for key in ("rank_pattern", "alpha_pattern"):
+            parts[f"lora.{key}"] = dict(getattr(lora, key) or {})
         parts["lora.target_modules"] = lora.target_modules and sorted(lora.target_modules)
         parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
         parts["lora.base"] = lora.base or "null"  # None would be left open
@@ -112,6 +114,8 @@ def _written(value: Any) -> str:
     """Format a setting as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{each}" for key, each in value.items()) + "}"
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 

@@ -42,7 +42,7 @@ def test_a_run_logs_what_it_preserves_and_resumes_bit_for_bit(folder: Path) -> N
     assert call(f"{COMMAND} {OFF} {WORDS} max_train_steps=4 output_dir=resumed resume=auto") == 0
     straight, resumed = (checkpoint.all_checkpoints(each)[-1] for each in ("run", "resumed"))
     assert_bitwise_equal(resumed, straight)
-    token = "learn_token=true placeholder_token=sks 'preservation.words={sks:\"\"}' max_train_steps=1"
+    token = "'instance_prompt=a S* digit' learn_token=true 'preservation.words={S*:\"\"}' max_train_steps=1"
     assert call(f"{COMMAND} {OFF} preservation=class {token} output_dir=token") == 0
     blank = f"{COMMAND} {OFF} preservation=blank preservation.weight=100 max_train_steps=4"
     assert call(f"{blank} output_dir=resumed resume=auto overwrite=false max_train_steps=5") == 0

@@ -1,0 +1,51 @@
+"""Check a DreamBooth run without starting it, and predict it: ``python -m sd_lightning.ui.check [key=value …]``.
+
+The settings are those of ``sd_lightning.dreambooth``, and so are the messages. The last line is the prediction, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning import _conf, dreambooth
+from sd_lightning._errors import UsageError
+from sd_lightning.apps.dreambooth import check_base, predict_memory, subject_run
+from sd_lightning.apps.planning import predict_step
+from sd_lightning.apps.preflight import preflight
+from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.planner.forecast import GB
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def run(cfg: DictConfig) -> int:
+    """Print memory, seconds and dollars as far as they can be predicted, and why others cannot."""
+    spec = preflight(subject_run(RunSpec.of(cfg)))
+    check_base(spec)
+    if not spec.left_to_planner():
+        spec.model.check(spec.trained_text)
+    spec.build("data", class_prompts=None)
+    told: dict[str, Any] = {"notes": []}
+    memory = None if spec.left_to_planner() else predict_memory(spec)
+    if memory is not None:
+        told |= {"device_gb": memory.device / GB, "host_gb": memory.host / GB}
+        try:
+            step, price = predict_step(spec)
+            told["seconds"] = step * spec["trainer.max_steps"]
+            if price is not None:
+                told["dollars"] = price * spec.num_processes * told["seconds"] / 3600
+        except UsageError as error:
+            told["notes"].append(f"time: {error}")
+    else:
+        told["notes"].append("memory: the run decides by measuring, or a new word is learned: not predicted")
+    if spec["data.class_prompts"]:
+        told["notes"].append("without the time to draw pictures of the class, once")
+    print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    _conf.main(replace(dreambooth.PROGRAM, task="sd_lightning.ui.check.run"))

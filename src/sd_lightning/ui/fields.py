@@ -1,0 +1,150 @@
+"""The fields of the page's forms: what is asked for, and the setting of our programs that each stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sd_lightning import _conf
+from sd_lightning._errors import UsageError
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a form."""
+
+    key: str
+    """The setting, and the input's name."""
+    label: str
+    help: str = ""
+    value: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    """Values and what they are called; the field is a choice, or with ``is_open`` a text with suggestions."""
+    is_open: bool = False
+    is_text: bool = False
+    """Whatever is written is text for the program, even ``1``."""
+    is_path: bool = False
+    """A path has to lie in the folders of the page."""
+    more: bool = False
+    """Shown after the others."""
+    error: str = ""
+
+
+_AS_PRESET = ("", "as the preset says")
+_YES_NO = (_AS_PRESET, ("true", "yes"), ("false", "no"))
+
+SUBJECT = (
+    Field("output_dir", "Name of the run", "A new folder of this name.", "my-subject", is_text=True),
+    Field(
+        "instance_prompt",
+        "Instance prompt",
+        "With a rare word for the subject: a photo of sks dog. Empty: each photo's own caption, above.",
+        is_text=True,
+    ),
+    Field("init_from", "Start from", "A run, a folder, or a model's name on the hub.", is_open=True, is_path=True),
+    Field("experiment", "Preset", "Chosen for the card that is there."),
+    Field("model", "Model", "What “Start from” holds."),
+    Field("card", "Card", "Jobs wait for their card."),
+    Field("max_train_steps", "Steps", "Empty: as the preset says.", more=True),
+    Field("learning_rate", "Learning rate", "Empty: as the preset says.", more=True),
+    Field("trainable", "Train", options=(_AS_PRESET, ("lora", "LoRA"), ("full", "all weights")), more=True),
+    Field("resolution", "Resolution", "Pixels; empty: as the preset says.", more=True),
+    Field("data.batch_size", "Batch size", "Empty: as the preset says.", more=True),
+    Field("with_prior_preservation", "Keep the class", "Also train on pictures of it.", "", _YES_NO, more=True),
+    Field("class_prompt", "Class prompt", "What the subject is one of: a photo of a dog.", is_text=True, more=True),
+    Field("init_lora", "Go on from LoRA", "A LoRA file, or a run that trained one.", is_path=True, more=True),
+    Field("callbacks.samples.every_n_steps", "Steps between samples", "0: only at the end.", "30", more=True),
+    Field("push_to_hub", "Upload to the hub", "user/name, when it is done.", is_text=True, more=True),
+)
+PICTURE = (
+    Field("run", "Model", "A run with a finished pipeline or a checkpoint."),
+    Field("prompts", "Prompt", is_text=True),
+    Field("negative_prompt", "Negative prompt", is_text=True, more=True),
+    Field("seed", "Seed", value="0"),
+    Field("num_inference_steps", "Steps", "Empty: the model's own."),
+    Field("guidance_scale", "Guidance", "Empty: the model's own."),
+    Field("lora_weight", "LoRA weight", "0: as before training, 1: as trained.", more=True),
+    Field("lora", "Another LoRA", "A file for this model.", is_path=True, more=True),
+    Field("quantization", "Weights", options=(("", "as they are"), ("int8", "int8")), more=True),
+    Field("card", "Card", more=True),
+)
+PLAN = (
+    Field("model", "Model"),
+    Field("gpu", "GPU"),
+    Field("gpus", "Number of GPUs", value="1"),
+    Field("trainable", "Train", options=(("full", "all weights"), ("lora", "LoRA"))),
+    Field("data.batch_size", "Batch size", "Empty: the fastest."),
+    Field("data.resolution", "Resolution", "Pixels; empty: the model's."),
+    Field("images", "Images to train on", "For days and dollars, such as 1e6."),
+)
+
+
+def filled(
+    fields: Iterable[Field],
+    values: Mapping[str, str],
+    options: Mapping[str, Sequence[tuple[str, str]]],
+    message: str = "",
+) -> tuple[list[Field], str]:
+    """Return the fields with values and options, an error at the field it names, and the error if it names none."""
+    found = [
+        replace(each, value=values.get(each.key, each.value), options=tuple(options.get(each.key, each.options)))
+        for each in fields
+    ]
+    at = named(message, [each.key for each in found])
+    return [replace(each, error=message if each.key == at else "") for each in found], "" if at else message
+
+
+def named(message: str, keys: Iterable[str]) -> str | None:
+    """Return the setting that a message of our programs names first."""
+    known = {key: key for key in keys} | {"model.pretrained": "init_from", "trainer.max_steps": "max_train_steps"}
+    known |= {"optimizer.lr": "learning_rate", "data.resolution": "resolution", "instance_data_dir": "photos"}
+    places = {key: re.search(rf"(?<![\w.]){re.escape(key)}\b", message) for key in known}
+    found = {key: place.start() for key, place in places.items() if place}
+    return known[min(found, key=lambda key: (found[key], -len(key)))] if found else None
+
+
+def setting(key: str, value: str, *, is_text: bool = True) -> str:
+    """Return a setting as on the command line.
+
+    Raises:
+        UsageError: It has characters that mean something else there.
+    """
+    if re.search(r"[\\\x00-\x1f]|\$\{", value):
+        raise UsageError(f"{key}={value}: has a backslash, a line break or ${{; expected plain text; leave that out")
+    plain = not is_text and re.fullmatch(r"[\w.+/-]+", value)
+    return f"{key}={value}" if plain else f'{key}="' + value.replace('"', '\\"') + '"'
+
+
+def confined(key: str, value: str, roots: Sequence[Path]) -> str:
+    """Return a path in the folders of the page, or a name on the hub, as it was given.
+
+    Raises:
+        UsageError: It is a path elsewhere.
+    """
+    path = Path(value).expanduser()
+    if any(path.resolve().is_relative_to(root.resolve()) for root in roots):
+        return str(path)
+    if path.exists() or not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", value):
+        shown = ", ".join(map(str, roots))
+        raise UsageError(
+            f"{key}={value}: lies outside of the folders of this page ({shown}); expected a path in one of them, or "
+            f"a name on the hub; start the page with 'folders=[{path.parent}]'"
+        )
+    return value
+
+
+def options_of(group: str, pattern: str = "*") -> list[tuple[str, str]]:
+    """Return the options of a config group, with the first line that says what each is."""
+    files = sorted(Path(_conf.config_dir(), group).glob(f"{pattern}.yaml"))
+    texts = ([line for line in file.read_text("utf-8").splitlines() if line[:2] == "# " and "@" not in line] for file in files)
+    return [(file.stem, text[0][2:].split(":")[0].rstrip(".") if text else file.stem) for file, text in zip(files, texts)]
+
+
+def preset_for(memory_gb: float | None) -> str:
+    """Return the preset for a card: of those that fit, the one for the largest."""
+    names = [name for name, _ in options_of("experiment", "dreambooth_[0-9l]*")]
+    sizes = {int(found[1]): name for name in names if (found := re.search(r"_(\d+)gb$", name))}
+    fitting = [size for size in sizes if memory_gb is not None and size <= memory_gb + 1]
+    return sizes[max(fitting)] if fitting else "dreambooth_tiny"

@@ -1,0 +1,124 @@
+"""The server of the page: where it listens, whom it lets in, and what a browser may do with what it sends."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
+from sd_lightning.ui.jobs import hold
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+    from omegaconf import DictConfig
+
+COOKIE = "sd_lightning_token"
+MAX_BODY = 512 * 2**20
+"""Most bytes of a request: photos of one upload together."""
+PAGE_POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Of files that a run's folder holds: nothing in them runs or loads."""
+
+
+def run(cfg: DictConfig) -> int:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        UsageError: A package is missing, the port is taken, or another server shows the folder.
+    """
+    uvicorn = require("uvicorn", extra="ui", who="ui")
+    for package in ("fastapi", "jinja2", "multipart"):
+        require(package, extra="ui", who="ui")
+    from sd_lightning.ui.pages import Site
+
+    is_local = cfg.host == "localhost" or _is_loopback(cfg.host)
+    token = cfg.token or (None if is_local else secrets.token_urlsafe(18))
+    for folder in cfg.folders:
+        if not Path(folder).is_dir():
+            raise UsageError(f"ui got folders with {folder}, which is no folder; leave it out, or make it")
+    site = Site(Path(cfg.runs), [Path(each) for each in cfg.folders])
+    url = f"http://{cfg.host}:{cfg.port}/" + (f"?token={token}" if token else "")
+    listening = listen(cfg.host, cfg.port)
+    kept = hold(site.own, url.partition("?")[0])
+    for card in {job.card for job in site.queue.jobs() if job.state == "queued"}:
+        site.queue.start(card)  # its process was killed
+    print(f"open {url}   (Ctrl-C ends the page; what it has started goes on)", flush=True)
+    app = guarded(site.app(), None if not is_local else cfg.host, token)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False)).run(sockets=[listening])
+    del kept
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there.
+
+    Raises:
+        UsageError: The port is taken, or the address is not this machine's.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"ui got host={host} port={port}, where it cannot listen ({error}); write port={min(port + 1, 65535)}, or "
+            "end what listens there"
+        ) from error
+
+
+def guarded(app: FastAPI, local_host: str | None, token: str | None) -> FastAPI:
+    """Refuse requests from other sites, to other host names, without the token, or that are too large.
+
+    Args:
+        app: The page.
+        local_host: Where it listens, on this machine alone; None: anywhere, and any host name is let in.
+        token: What lets in; None: nothing is asked for.
+    """
+    from fastapi.responses import PlainTextResponse, RedirectResponse
+
+    names = {local_host, "localhost", "127.0.0.1", "[::1]", f"[{local_host}]"}
+
+    def refusal(request: Request) -> str | None:
+        headers = request.headers
+        host = headers.get("host", "")
+        if local_host is not None and host.rpartition(":")[0] not in names and host not in names:
+            return f"this page is at {local_host}, and not at {host}"  # a name of others that leads here
+        changes = request.method not in ("GET", "HEAD")
+        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and request.url.path != "/":
+            return "another site sent this request"
+        if changes and headers.get("origin", "").partition("://")[2] != host:
+            return "another site sent this request"
+        given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            return "the token is missing or wrong: open the address that the server has printed"
+        if changes and not 0 <= int(headers.get("content-length", -1)) <= MAX_BODY:
+            return f"too large: at most {MAX_BODY // 2**20} MB at once"
+        return None
+
+    async def check(request: Request, call_next: Callable[[Any], Awaitable[Response]]) -> Response:
+        why = refusal(request)
+        if why is not None:
+            return PlainTextResponse(why, status_code=403)
+        if token is not None and "token" in request.query_params:
+            response: Response = RedirectResponse(str(request.url.remove_query_params("token")))
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        else:
+            response = await call_next(request)
+        response.headers.setdefault("Content-Security-Policy", PAGE_POLICY)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    app.middleware("http")(check)
+    return app

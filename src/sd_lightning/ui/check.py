@@ -1,6 +1,6 @@
 """Check a DreamBooth run without starting it, and predict it: ``python -m sd_lightning.ui.check [key=value …]``.
 
-The settings are those of ``sd_lightning.dreambooth``, and so are the messages. The last line is the prediction, as JSON.
+Settings and messages are those of ``sd_lightning.dreambooth``. The last line is the prediction, as JSON.
 """
 
 from __future__ import annotations

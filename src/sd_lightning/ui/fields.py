@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.planner.devices import tables
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ SUBJECT = (
     Field("push_to_hub", "Upload to the hub", "user/name, when it is done.", is_text=True, more=True),
 )
 PICTURE = (
-    Field("run", "Model", "A run with a finished pipeline or a checkpoint."),
+    Field("run", "Model", "A run with a finished pipeline or a checkpoint.", is_path=True),
     Field("prompts", "Prompt", is_text=True),
     Field("negative_prompt", "Negative prompt", is_text=True, more=True),
     Field("seed", "Seed", value="0"),
@@ -113,8 +114,9 @@ def setting(key: str, value: str, *, is_text: bool = True) -> str:
     """
     if re.search(r"[\\\x00-\x1f]|\$\{", value):
         raise UsageError(f"{key}={value}: has a backslash, a line break or ${{; expected plain text; leave that out")
-    plain = not is_text and re.fullmatch(r"[\w.+/-]+", value)
-    return f"{key}={value}" if plain else f'{key}="' + value.replace('"', '\\"') + '"'
+    if is_text or not re.fullmatch(r"[\w.+/-]+", value):
+        value = '"' + value.replace('"', '\\"') + '"'
+    return f"prompts=[{value}]" if key == "prompts" else f"{key}={value}"
 
 
 def confined(key: str, value: str, roots: Sequence[Path]) -> str:
@@ -135,16 +137,26 @@ def confined(key: str, value: str, roots: Sequence[Path]) -> str:
     return value
 
 
-def options_of(group: str, pattern: str = "*") -> list[tuple[str, str]]:
-    """Return the options of a config group, with the first line that says what each is."""
+def options() -> dict[str, list[tuple[str, str]]]:
+    """Return the choices of models, presets and GPUs: names, with what their files say of them."""
+    models = [(name, text.partition(",")[0]) for name, text in _described("model")]
+    presets = [("dreambooth_tiny", "the tiny model, in minutes on a CPU"), *_described("experiment", "dreambooth_*b")]
+    gpus = [(name, device.name) for name, device in tables().items()]
+    return {"model": [_AS_PRESET, *models], "experiment": presets, "gpu": gpus}
+
+
+def _described(group: str, pattern: str = "*") -> list[tuple[str, str]]:
     files = sorted(Path(_conf.config_dir(), group).glob(f"{pattern}.yaml"))
-    texts = ([line for line in file.read_text("utf-8").splitlines() if line[:2] == "# " and "@" not in line] for file in files)
-    return [(file.stem, text[0][2:].split(":")[0].rstrip(".") if text else file.stem) for file, text in zip(files, texts)]
+    texts = [re.search(r"^# (?!@)(.*?)[:.]( |$)", file.read_text("utf-8"), re.MULTILINE) for file in files]
+    return [(file.stem, f"{file.stem}: {text[1]}" if text else file.stem) for file, text in zip(files, texts)]
 
 
 def preset_for(memory_gb: float | None) -> str:
     """Return the preset for a card: of those that fit, the one for the largest."""
-    names = [name for name, _ in options_of("experiment", "dreambooth_[0-9l]*")]
-    sizes = {int(found[1]): name for name in names if (found := re.search(r"_(\d+)gb$", name))}
+    sizes = {
+        int(found[1]): name
+        for name, _ in options()["experiment"]
+        if (found := re.search(r"^dreambooth_(?:lora_)?(\d+)gb$", name))
+    }
     fitting = [size for size in sizes if memory_gb is not None and size <= memory_gb + 1]
     return sizes[max(fitting)] if fitting else "dreambooth_tiny"

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +19,94 @@ from sd_lightning.storage import runs
 from sd_lightning.storage.object_store import open_location
 from sd_lightning.storage.untrusted import read_json, read_yaml
 
-
-def children(root: Path) -> dict[str, Path]:
-    """Return the folders in a folder by name, the newest first; links that lead elsewhere are left out."""
-    place = root.resolve()
-    found = [each for each in root.iterdir() if not each.name.startswith(".") and each.is_dir()] if root.is_dir() else []
-    inside = [each for each in found if each.resolve().is_relative_to(place)]
-    return {each.name: each for each in sorted(inside, key=lambda each: each.stat().st_mtime, reverse=True)}
+_CHARTS = [chart for chart in CHARTS if chart.title in ("Loss", "Throughput")]
 
 
-@dataclass(frozen=True)
+def children(root: Path, *, are_runs: bool = True) -> dict[str, Path]:
+    """Return the folders in a folder by name, the newest first; links that lead out of it are left out."""
+    found = root.iterdir() if root.is_dir() else ()
+    inside = [each for each in found if each.is_dir() and each.resolve().is_relative_to(root.resolve())]
+    shown = [each for each in inside if runs.is_run(each) or not are_runs]
+    return {each.name: each for each in sorted(shown, key=lambda each: each.stat().st_mtime, reverse=True)}
+
+
 class ShownRun:
     """A run as its folder tells it, which may not be there yet."""
 
-    name: str
-    path: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
 
-    @classmethod
-    def read(cls, path: Path) -> ShownRun:
-        """Read its settings and its summary."""
-        known: list[dict[str, Any]] = []
-        for read, name in ((read_yaml, "config.yaml"), (read_json, "summary.json")):
-            value: Any = None
-            with suppress(OSError, ValueError):
-                value = read(path / name)
-            known.append(value if isinstance(value, dict) else {})
-        return cls(path.name, path, *known)
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What its ``config.yaml`` says; empty if there is none."""
+        with suppress(OSError, ValueError):
+            return dict(read_yaml(self.path / "config.yaml"))
+        return {}
 
-    def setting(self, key: str) -> Any:
-        """Return a setting at a dotted path; None if it is not there."""
-        node: Any = self.config
-        for each in key.split("."):
-            node = node.get(each) if isinstance(node, dict) else None
-        return node
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What it wrote at its end; empty before."""
+        with suppress(OSError, ValueError):
+            return dict(read_json(self.path / "summary.json"))
+        return {}
+
+    @cached_property
+    def steps(self) -> tuple[int, int]:
+        """The last step that is known, and the last of all, 0 if that is not known."""
+        last = self.settings.get("trainer", {}).get("max_steps") or 0
+        logged = max((int(series[-1][0]) + 1 for series in _metrics(self.path).values()), default=0)
+        return max(0, runs.newest_step(self.path), min(logged, last)), last
 
     @property
     def base(self) -> str | None:
         """The model that it started from."""
-        return self.setting("model.pretrained")
+        return self.settings.get("model", {}).get("pretrained")
 
     @property
     def has_pipeline(self) -> bool:
-        return (self.path / "pipeline/model_index.json").is_file() or runs.newest_step(self.path) >= 0
+        return (self.path / "pipeline/model_index.json").is_file() or runs.newest_step(self.path) > 0
 
     @property
-    def has_lora(self) -> bool:
-        return (self.path / "pipeline" / LORA_NAME).is_file()
+    def lora(self) -> Path | None:
+        """The file of its adapters, if they are not merged."""
+        path = self.path / "pipeline" / LORA_NAME
+        return path if path.is_file() else None
 
     @property
     def samples(self) -> list[int]:
         """Steps with a grid of samples."""
-        found = (re.fullmatch(r"step-(\d+)\.png", each.name) for each in (self.path / "samples").glob("step-*.png"))
+        found = (re.fullmatch(r"step-(\d{8})\.png", each.name) for each in (self.path / "samples").glob("step-*"))
         return sorted(int(each[1]) for each in found if each)
 
-    @property
-    def step(self) -> int:
-        """The last step that is known."""
-        logged = [int(series[-1][0]) + 1 for series in self.metrics.values() if series]
-        return max([0, runs.newest_step(self.path), *logged])
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        with suppress(OSError, UsageError, ValueError):
-            return read_metrics(self.path / "logs")
-        return {}
-
     def chart(self) -> str:
-        """Return the curves as HTML; those of a run that goes on are drawn again every ten seconds at most."""
-        files = [each.stat() for each in (self.path / "logs").rglob("metrics.csv")]
-        newest = max((each.st_mtime for each in files), default=0.0)
-        return _chart(self, newest if self.summary else newest // 10, len(files)) if files else ""
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+        """Return loss and speed as HTML, drawn at most every ten seconds."""
+        times = [each.stat().st_mtime for each in (self.path / "logs").rglob("metrics.csv")]
+        return _chart(self.path, max(times) // 10, bool(self.summary)) if times else ""
 
 
 @functools.lru_cache(maxsize=16)
-def _chart(run: ShownRun, version: float, files: int) -> str:
-    return render_charts(run.metrics, CHARTS if run.summary else CHARTS[:1])
+def _chart(path: Path, time: float, is_finished: bool) -> str:
+    return render_charts(_metrics(path), _CHARTS)
 
 
-def stores(roots: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what is known of the latent stores in some folders: samples, bytes and recipe of each, or what is wrong."""
-    found: dict[Path, dict[str, Any]] = {}
-    for path in (path.parent for root in roots for each in ("recipes", "*/recipes") for path in root.glob(each)):
-        told: dict[str, Any] = {"path": path, "parts": []}
+def _metrics(path: Path) -> dict[str, Any]:
+    with suppress(OSError, UsageError):
+        return read_metrics(path / "logs")
+    return {}
+
+
+def stores(roots: Sequence[Path]) -> dict[Path, list[str]]:
+    """Return lines about each latent store in some folders: its samples, bytes and recipe, or what is wrong."""
+    found: dict[Path, list[str]] = {}
+    for path in (each.parent for root in roots for pattern in ("recipes", "*/recipes") for each in root.glob(pattern)):
         try:
             location = open_location(str(path), key="store")
-            for recipe in recipes(location):
-                store = LatentStore(location, recipe)
-                samples = {split: store.generation().num_samples(split) for split in ("train", "val")}
-                size = sum(each.size for each in store.folder.entries())
-                told["parts"].append({"recipe": recipe.description(), "samples": samples, "gb": size / 1e9})
+            for store in (LatentStore(location, recipe) for recipe in recipes(location)):
+                train, held_out = (store.generation().num_samples(split) for split in ("train", "val"))
+                size = sum(each.size for each in store.folder.entries()) / 1e9
+                state = "" if train else "; not complete: run the same precompute again"
+                text = f"{train:,} samples to train on, {held_out:,} held out, {size:.3g} GB{state}"
+                found.setdefault(path, []).append(f"{text}; {store.recipe.description()}")
         except (OSError, UsageError) as error:
-            told["error"] = str(error)
-        found[path.resolve()] = told
-    return list(found.values())
+            found[path] = [str(error)]
+    return found

@@ -1,7 +1,7 @@
 """Jobs: our own programs as detached processes, one at a time per card; they outlive the server.
 
-A job is a JSON file, with a log beside it. A process per card, ``python -m sd_lightning.ui.jobs <folder> <card>``, takes
-the jobs of its card in order. It and the program that it runs hold the card's lock, so that the card is taken until both
+A job is a JSON file, with a log beside it. A process per card, ``python -m sd_lightning.ui.jobs <folder> <card>``,
+takes the jobs of its card in order. It and the program that it runs hold the card's lock: the card is taken until both
 have ended, whichever is killed.
 """
 
@@ -48,24 +48,21 @@ class Job:
     code: int | None = None
     note: str = ""
 
-
-@dataclass(frozen=True)
-class Card:
-    """A device that takes jobs."""
-
-    name: str
-    memory_gb: float | None = None
+    @property
+    def is_open(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ("queued", "running")
 
 
-def cards() -> dict[str, Card]:
-    """Return this machine's GPUs by number, or its CPU; no GPU is touched."""
+def cards() -> dict[str, tuple[str, float | None]]:
+    """Return this machine's GPUs by number, with name and memory in GB, or its CPU; no GPU is touched."""
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        lines = [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line]
-        return {index: Card(name, float(mib) * 2**20 / 1e9) for index, name, mib in lines}
+        lines = [line.split(", ") for line in out.splitlines() if line]
+        return {index: (name, float(mib) * 2**20 / 1e9) for index, name, mib in lines}
     except (OSError, ValueError, subprocess.SubprocessError):
-        return {CPU: Card("CPU")}
+        return {CPU: ("CPU", None)}
 
 
 def environment(card: str) -> dict[str, str]:

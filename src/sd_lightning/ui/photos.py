@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -56,7 +56,9 @@ def _write(folder: Path, picture: Image.Image, suffix: str) -> None:
     last = max((int(name[6:10]) for name, _ in photos(folder)), default=0)
     with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
         clean = Image.fromarray(np.asarray(picture))
-        clean.save(unfinished, format="JPEG" if suffix == ".jpg" else "PNG", **({"quality": 95} if suffix == ".jpg" else {}))
+        clean.save(
+            unfinished, format="JPEG" if suffix == ".jpg" else "PNG", **({"quality": 95} if suffix == ".jpg" else {})
+        )
 
 
 def add_examples(folder: Path, count: int = 5) -> None:
@@ -91,14 +93,14 @@ def caption_all(folder: Path, model: str) -> None:
 
     try:
         processor = AutoProcessor.from_pretrained(model, local_files_only=True)
-        network = AutoModelForImageTextToText.from_pretrained(model, local_files_only=True)
+        network: Any = AutoModelForImageTextToText.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"caption_model={model}: {error}; expected a folder with a model of transformers that describes pictures, "
             "such as BLIP"
         ) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = network.to(device).eval()
+    network.to(device).eval()
     for name, caption in photos(folder):
         if caption:
             continue

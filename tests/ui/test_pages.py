@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from omegaconf import OmegaConf
 from PIL import Image
 
 from made_runs import config, make_run
@@ -193,7 +194,7 @@ def test_messages_of_programs_find_their_fields(site: Site, monkeypatch: pytest.
         "model.pretrained=user/name exists on the hub": "init_from",
         "push_to_hub=user/name: it is there already": "push_to_hub",
         "output_dir=runs/rex holds what no run of sd_lightning wrote": "output_dir",
-        "instance_data_dir=x with no photos in it": "photos",
+        "instance_data_dir=x with no photos in it": None,
     }
     for message, key in said.items():
         assert fields.named(message, [each.key for each in fields.SUBJECT]) == key, message
@@ -310,9 +311,8 @@ def test_what_keeps_the_server_from_starting_is_one_line(tmp_path: Path) -> None
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port={port}, where it cannot listen .*write port={port + 1}"):
             server.listen("127.0.0.1", port)
-    (tmp_path / ".ui").mkdir()
-    kept = server.hold(tmp_path / ".ui", "http://first")
-    with pytest.raises(UsageError, match="another server shows at http://first; open that"):
-        server.hold(tmp_path / ".ui", "http://second")
-    del kept
-    assert server.hold(tmp_path / ".ui", "http://third")
+    cfg = OmegaConf.create({"runs": f"{tmp_path}/runs", "folders": [], "host": "127.0.0.1", "port": 0, "token": None})
+    with Queue(tmp_path / "runs/.ui/jobs").locked("server"), pytest.raises(UsageError, match="another server shows"):
+        server.run(cfg)
+    with pytest.raises(UsageError, match=r"folders with none, which is no folder"):
+        server.run(OmegaConf.merge(cfg, {"folders": ["none"]}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
@@ -24,8 +25,6 @@ class Field:
     options: tuple[tuple[str, str], ...] = ()
     """Values and what they are called; the field is a choice, or with ``is_open`` a text with suggestions."""
     is_open: bool = False
-    is_text: bool = False
-    """Whatever is written is text for the program, even ``1``."""
     is_path: bool = False
     """A path has to lie in the folders of the page."""
     more: bool = False
@@ -33,17 +32,19 @@ class Field:
     error: str = ""
 
 
+_OTHER_NAMES = {
+    "model.pretrained": "init_from",
+    "trainer.max_steps": "max_train_steps",
+    "optimizer.lr": "learning_rate",
+    "data.resolution": "resolution",
+}
+"""Settings of our programs -> fields that stand for them, too."""
 _AS_PRESET = ("", "as the preset says")
 _YES_NO = (_AS_PRESET, ("true", "yes"), ("false", "no"))
 
 SUBJECT = (
-    Field("output_dir", "Name of the run", "A new folder of this name.", "my-subject", is_text=True),
-    Field(
-        "instance_prompt",
-        "Instance prompt",
-        "With a rare word for the subject: a photo of sks dog. Empty: each photo's own caption, above.",
-        is_text=True,
-    ),
+    Field("output_dir", "Name of the run", "A new folder of this name.", "my-subject"),
+    Field("instance_prompt", "Instance prompt", "Such as: a photo of sks dog. Empty: each photo's own caption, above."),
     Field("init_from", "Start from", "A run, a folder, or a model's name on the hub.", is_open=True, is_path=True),
     Field("experiment", "Preset", "Chosen for the card that is there."),
     Field("model", "Model", "What “Start from” holds."),
@@ -54,15 +55,15 @@ SUBJECT = (
     Field("resolution", "Resolution", "Pixels; empty: as the preset says.", more=True),
     Field("data.batch_size", "Batch size", "Empty: as the preset says.", more=True),
     Field("with_prior_preservation", "Keep the class", "Also train on pictures of it.", "", _YES_NO, more=True),
-    Field("class_prompt", "Class prompt", "What the subject is one of: a photo of a dog.", is_text=True, more=True),
+    Field("class_prompt", "Class prompt", "What the subject is one of: a photo of a dog.", more=True),
     Field("init_lora", "Go on from LoRA", "A LoRA file, or a run that trained one.", is_path=True, more=True),
     Field("callbacks.samples.every_n_steps", "Steps between samples", "0: only at the end.", "30", more=True),
-    Field("push_to_hub", "Upload to the hub", "user/name, when it is done.", is_text=True, more=True),
+    Field("push_to_hub", "Upload to the hub", "user/name, when it is done.", more=True),
 )
 PICTURE = (
     Field("run", "Model", "A run with a finished pipeline or a checkpoint.", is_path=True),
-    Field("prompts", "Prompt", is_text=True),
-    Field("negative_prompt", "Negative prompt", is_text=True, more=True),
+    Field("prompts", "Prompt"),
+    Field("negative_prompt", "Negative prompt", more=True),
     Field("seed", "Seed", value="0"),
     Field("num_inference_steps", "Steps", "Empty: the model's own."),
     Field("guidance_scale", "Guidance", "Empty: the model's own."),
@@ -83,30 +84,25 @@ PLAN = (
 
 
 def filled(
-    fields: Iterable[Field],
-    values: Mapping[str, str],
-    options: Mapping[str, Sequence[tuple[str, str]]],
-    message: str = "",
+    fields: Sequence[Field], values: Mapping[str, str], options: Mapping[str, Any], message: str = ""
 ) -> tuple[list[Field], str]:
-    """Return the fields with values and options, an error at the field it names, and the error if it names none."""
-    found = [
-        replace(each, value=values.get(each.key, each.value), options=tuple(options.get(each.key, each.options)))
-        for each in fields
-    ]
-    at = named(message, [each.key for each in found])
-    return [replace(each, error=message if each.key == at else "") for each in found], "" if at else message
+    """Return fields with values, options and the message, if it names one of them; and the message if it does not."""
+    at = named(message, [each.key for each in fields])
+    found = []
+    for each in fields:
+        own = {"value": values.get(each.key, each.value), "options": tuple(options.get(each.key, each.options))}
+        found.append(replace(each, **own, error=message if each.key == at else ""))
+    return found, "" if at else message
 
 
-def named(message: str, keys: Iterable[str]) -> str | None:
-    """Return the setting that a message of our programs names first."""
-    known = {key: key for key in keys} | {"model.pretrained": "init_from", "trainer.max_steps": "max_train_steps"}
-    known |= {"optimizer.lr": "learning_rate", "data.resolution": "resolution", "instance_data_dir": "photos"}
-    places = {key: re.search(rf"(?<![\w.]){re.escape(key)}\b", message) for key in known}
-    found = {key: place.start() for key, place in places.items() if place}
-    return known[min(found, key=lambda key: (found[key], -len(key)))] if found else None
+def named(message: str, keys: Sequence[str]) -> str | None:
+    """Return the setting of some that a message of our programs names first."""
+    known = {name: key for name, key in _OTHER_NAMES.items() if key in keys} | {key: key for key in keys}
+    places = {key: re.search(rf"(?<![\w.]){re.escape(name)}\b", message) for name, key in known.items()}
+    return min((place.start(), key) for key, place in places.items() if place)[1] if any(places.values()) else None
 
 
-def setting(key: str, value: str, *, is_text: bool = True) -> str:
+def setting(key: str, value: str) -> str:
     """Return a setting as on the command line.
 
     Raises:
@@ -114,7 +110,7 @@ def setting(key: str, value: str, *, is_text: bool = True) -> str:
     """
     if re.search(r"[\\\x00-\x1f]|\$\{", value):
         raise UsageError(f"{key}={value}: has a backslash, a line break or ${{; expected plain text; leave that out")
-    if is_text or not re.fullmatch(r"[\w.+/-]+", value):
+    if not re.fullmatch(r"[\w.+-]+", value):
         value = '"' + value.replace('"', '\\"') + '"'
     return f"prompts=[{value}]" if key == "prompts" else f"{key}={value}"
 
@@ -153,10 +149,9 @@ def _described(group: str, pattern: str = "*") -> list[tuple[str, str]]:
 
 def preset_for(memory_gb: float | None) -> str:
     """Return the preset for a card: of those that fit, the one for the largest."""
-    sizes = {
-        int(found[1]): name
-        for name, _ in options()["experiment"]
-        if (found := re.search(r"^dreambooth_(?:lora_)?(\d+)gb$", name))
-    }
-    fitting = [size for size in sizes if memory_gb is not None and size <= memory_gb + 1]
-    return sizes[max(fitting)] if fitting else "dreambooth_tiny"
+    fitting, there = {0: "dreambooth_tiny"}, 0 if memory_gb is None else memory_gb + 1
+    for name, _ in options()["experiment"]:
+        size = re.fullmatch(r"dreambooth_(?:lora_)?(\d+)gb", name)
+        if size and int(size[1]) <= there:
+            fitting[int(size[1])] = name
+    return fitting[max(fitting)]

@@ -20,9 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
 
-from sd_lightning._errors import UsageError
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 
@@ -67,12 +65,8 @@ def cards() -> dict[str, tuple[str, float | None]]:
 
 def environment(card: str) -> dict[str, str]:
     """Return the environment of a program that sees one card alone."""
-    return {
-        **os.environ,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": "" if card == CPU else card,
-        "PYTHONUNBUFFERED": "1",
-    }
+    own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.removesuffix(CPU), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **own}
 
 
 class Queue:
@@ -111,7 +105,7 @@ class Queue:
 
     def stop(self, job_id: str) -> None:
         """Cancel a job that waits; send one that runs the signal at which a run saves and ends."""
-        with self._locked("changes", patience=math.inf):
+        with self.locked("changes", patience=math.inf):
             for job in self.jobs():
                 if job.id == job_id and job.state == "queued":
                     self._write(replace(job, state="cancelled"))
@@ -121,13 +115,13 @@ class Queue:
 
     def is_busy(self, card: str) -> bool:
         """Return whether the card's process, or a program that it started, is there."""
-        with self._locked(f"card-{card}") as lock:
+        with self.locked(f"card-{card}") as lock:
             return lock is None
 
     def work(self, card: str) -> None:
         """Run the jobs of a card until none waits, unless another process does."""
         while self._next(card):
-            with self._locked(f"card-{card}", patience=1) as lock:  # others look at it for an instant
+            with self.locked(f"card-{card}", patience=1) as lock:  # others look at it for an instant
                 if lock is None:
                     return  # that process looks again after it has given the lock back
                 for job in self.jobs():  # nobody else runs any
@@ -140,7 +134,7 @@ class Queue:
         return next((each.id for each in self.jobs() if each.state == "queued" and each.card == card), None)
 
     def _run(self, job_id: str, lock: int) -> None:
-        with self._locked("changes", patience=math.inf):
+        with self.locked("changes", patience=math.inf):
             job = Job(**read_json(self.folder / f"{job_id}.json"))
             if job.state != "queued":
                 return
@@ -164,40 +158,19 @@ class Queue:
         write_whole(self.folder / f"{job.id}.json", json.dumps(asdict(job), indent=1))
 
     @contextmanager
-    def _locked(self, name: str, *, patience: float = 0.0) -> Iterator[int | None]:
+    def locked(self, name: str, *, patience: float = 0.0) -> Iterator[int | None]:
         """Yield the file that is locked; None if another process has it for so many seconds."""
         end = time.monotonic() + patience
         with open(self.folder / f".{name}.lock", "ab") as file:
-            while not (is_ours := _lock(file)) and time.monotonic() < end:
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() >= end:
+                    yield None
+                    return
                 time.sleep(0.02)
-            yield file.fileno() if is_ours else None
-
-
-def _lock(file: IO[Any]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def hold(folder: Path, text: str) -> object:
-    """Lock a folder for this process, and leave a text that tells others who it is; return what keeps the lock.
-
-    Raises:
-        UsageError: Another server has it.
-    """
-    file = open(folder / ".server", "a+")  # noqa: PLW1514
-    if not _lock(file):
-        file.seek(0)
-        raise UsageError(
-            f"ui got runs={folder.parent}, which another server shows at {file.read()}; open that, or give another "
-            "runs=<folder>"
-        )
-    file.truncate(0)
-    file.write(text)
-    file.flush()
-    return file
+            yield file.fileno()
 
 
 if __name__ == "__main__":

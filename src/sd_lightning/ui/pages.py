@@ -39,6 +39,7 @@ from sd_lightning.ui.jobs import Job, Queue, cards, environment
 from sd_lightning.ui.server import FILE_POLICY
 
 HERE = Path(__file__).parent
+PAGE_STYLE = HERE / "static/page.css"
 KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
 """Parts of pages that ask for themselves again: ``_<kind>`` returns each, and whether it will change."""
 
@@ -94,11 +95,7 @@ class Site:
             ("GET", "/try", self.draw),
             ("GET", "/plan", self.plan),
             ("GET", "/stores", lambda: self.page("Stores", "stores", stores(self.roots), self.roots)),
-            (
-                "GET",
-                "/style.css",
-                lambda: Response(style() + (HERE / "static/page.css").read_text(), media_type="text/css"),
-            ),
+            ("GET", "/style.css", lambda: Response(style() + PAGE_STYLE.read_text(), media_type="text/css")),
             ("POST", "/new/{draft}/photos", self.add_photos),
             ("POST", "/new/{draft}/photos/{name}", self.change_photo),
             ("POST", "/new/{draft}/captions", self.caption),
@@ -266,7 +263,7 @@ class Site:
                 own = children(self.root).get(value)
                 value = fields.confined(key, value, self.roots) if own is None else str(own)
                 key = "model.pretrained" if key == "init_from" and not Path(value).exists() else key
-            found.append(fields.setting(key, value, is_text=each.is_text or each.is_path))
+            found.append(fields.setting(key, value))
         return found
 
     # A run.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
-from sd_lightning.ui.jobs import hold
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -32,34 +30,31 @@ def run(cfg: DictConfig) -> int:
     Raises:
         UsageError: A package is missing, the port is taken, or another server shows the folder.
     """
-    uvicorn = require("uvicorn", extra="ui", who="ui")
-    for package in ("fastapi", "jinja2", "multipart"):
+    for package in ("uvicorn", "fastapi", "jinja2", "multipart"):
         require(package, extra="ui", who="ui")
+    import uvicorn
+
     from sd_lightning.ui.pages import Site
 
-    is_local = cfg.host == "localhost" or _is_loopback(cfg.host)
+    host, port, missing = cfg.host, cfg.port, [each for each in cfg.folders if not Path(each).is_dir()]
+    if missing:
+        raise UsageError(f"ui got folders with {missing[0]}, which is no folder; leave it out, or make it")
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
     token = cfg.token or (None if is_local else secrets.token_urlsafe(18))
-    for folder in cfg.folders:
-        if not Path(folder).is_dir():
-            raise UsageError(f"ui got folders with {folder}, which is no folder; leave it out, or make it")
-    site = Site(Path(cfg.runs), [Path(each) for each in cfg.folders])
-    url = f"http://{cfg.host}:{cfg.port}/" + (f"?token={token}" if token else "")
-    listening = listen(cfg.host, cfg.port)
-    kept = hold(site.own, url.partition("?")[0])
-    for card in {job.card for job in site.queue.jobs() if job.state == "queued"}:
-        site.queue.start(card)  # its process was killed
-    print(f"open {url}   (Ctrl-C ends the page; what it has started goes on)", flush=True)
-    app = guarded(site.app(), None if not is_local else cfg.host, token)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False)).run(sockets=[listening])
-    del kept
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    listening, site = listen(host, port), Site(Path(cfg.runs), [Path(each) for each in cfg.folders])
+    with site.queue.locked("server") as lock:
+        if lock is None:
+            raise UsageError(
+                f"ui got runs={cfg.runs}, which another server shows; end that, or give another runs=<folder>"
+            )
+        for card in {job.card for job in site.queue.jobs() if job.state == "queued"}:
+            site.queue.start(card)  # its process was killed
+        query = f"?token={token}" if token else ""
+        print(f"open http://{name}:{port}/{query}   (Ctrl-C ends the page; what it has started goes on)", flush=True)
+        app = guarded(site.app(), host if is_local else None, token)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False)).run(sockets=[listening])
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -90,7 +90,10 @@ def filled(
     at = named(message, [each.key for each in fields])
     found = []
     for each in fields:
-        own = {"value": values.get(each.key, each.value), "options": tuple(options.get(each.key, each.options))}
+        own: dict[str, Any] = {
+            "value": values.get(each.key, each.value),
+            "options": tuple(options.get(each.key, each.options)),
+        }
         found.append(replace(each, **own, error=message if each.key == at else ""))
     return found, "" if at else message
 
@@ -98,8 +101,9 @@ def filled(
 def named(message: str, keys: Sequence[str]) -> str | None:
     """Return the setting of some that a message of our programs names first."""
     known = {name: key for name, key in _OTHER_NAMES.items() if key in keys} | {key: key for key in keys}
-    places = {key: re.search(rf"(?<![\w.]){re.escape(name)}\b", message) for name, key in known.items()}
-    return min((place.start(), key) for key, place in places.items() if place)[1] if any(places.values()) else None
+    places = [(name, re.search(rf"(?<![\w.]){re.escape(name)}\b", message)) for name in known]
+    found = [(place.start(), known[name]) for name, place in places if place]
+    return min(found)[1] if found else None
 
 
 def setting(key: str, value: str) -> str:

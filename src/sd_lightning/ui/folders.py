@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sd_lightning.storage import runs
 from sd_lightning.storage.object_store import open_location
 from sd_lightning.storage.untrusted import read_json, read_yaml
 
-_CHARTS = [chart for chart in CHARTS if chart.title in ("Loss", "Throughput")]
+_CHARTS = [replace(chart, wide=False) for chart in CHARTS if chart.title in ("Loss", "Throughput")]
 
 
 def children(root: Path, *, are_runs: bool = True) -> dict[str, Path]:

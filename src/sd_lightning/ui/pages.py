@@ -14,14 +14,7 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.responses import (
-    FileResponse,
-    HTMLResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -141,16 +134,17 @@ class Site:
         """Return what a job does, or how it ended."""
         if job.state != "ended":
             return f"waits for card {job.card}" if job.state == "queued" else job.state
-        log = self.queue.log(job).read_text("utf-8", "replace") if self.queue.log(job).is_file() else ""
         known = {0: "finished", 75: "stopped, and can be resumed", -15: "stopped before its first step"}
-        return known.get(-1 if job.code is None else job.code, f"failed: {job.note or problem_in(log)}")
+        return known.get(-1 if job.code is None else job.code, f"failed: {job.note or problem_in(self.read_log(job))}")
+
+    def read_log(self, job: Job) -> str:
+        log = self.queue.log(job)
+        return log.read_text("utf-8", "replace") if log.is_file() else ""
 
     # The list of runs, and the queue.
 
     def index(self) -> HTMLResponse:
-        return self.page(
-            "Runs", "index", [ShownRun(path) for path in children(self.root).values()], self.polled("queue")
-        )
+        return self.page("Runs", "index", map(ShownRun, children(self.root).values()), self.polled("queue"))
 
     def _queue(self, _: str) -> tuple[Markup, bool]:
         jobs = self.queue.jobs()[::-1]
@@ -273,22 +267,18 @@ class Site:
         return ShownRun(path) if name in children(self.root) or self.jobs_of(path) else _missing()
 
     def run(self, name: str) -> HTMLResponse:
-        self.shown(name)
-        others = [each for each in children(self.root) if each != name]
-        return self.page(
-            name, "run", name, others, [self.polled(kind, name) for kind in ("state", "samples", "curves")]
-        )
+        parts = [self.polled(kind, name) for kind in ("state", "samples", "curves")]
+        return self.page(name, "run", name, [each for each in children(self.root) if each != name], parts)
 
     def job_of(self, run: ShownRun) -> Job | None:
         """Return the last start of a run's training here."""
         return next((job for job in self.jobs_of(run.path)[::-1] if job.program == "dreambooth"), None)
 
     def _state(self, name: str) -> tuple[Markup, bool]:
-        run, line = self.shown(name), ""
+        run = self.shown(name)
         job = self.job_of(run)
         moves = job is not None and job.is_open
-        if job is not None and moves and self.queue.log(job).is_file():
-            line = (self.queue.log(job).read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
+        line = problem_in(self.read_log(job)) if job is not None and moves else ""
         return self.macro("state", run, job, moves, line), moves
 
     def _samples(self, name: str) -> tuple[Markup, bool]:
@@ -303,7 +293,7 @@ class Site:
         if part == "report" and (run.path / "report.html").is_file():
             return _sandboxed(run.path / "report.html")
         if part == "log" and jobs:
-            return PlainTextResponse(self.queue.log(jobs[-1]).read_text("utf-8", "replace"))
+            return Response(self.read_log(jobs[-1]), media_type="text/plain")
         if part == "pipeline" and (run.path / part).is_dir():
             packed = subprocess.Popen(["tar", "-C", run.path, "-cf", "-", part], stdout=subprocess.PIPE)
             headers = {"Content-Disposition": f'attachment; filename="{name}.tar"'}
@@ -354,11 +344,13 @@ class Site:
         try:
             shared = self.settings(fields.PICTURE, values, "run", "card", "lora_weight")
             own = self.settings(fields.PICTURE, {key: values.get(key, "") for key in ("run", "lora_weight")})
+            base = ShownRun(self.root / values.get("run", "")).base if values.get("before") else None
+            base = base and fields.confined("model.pretrained", base, self.roots)
         except UsageError as error:
             shown, message = fields.filled(fields.PICTURE, values, self.options(), str(error))
             return HTMLResponse(self.macro("drawing", shown, message, self.polled("tries")))
-        base, folder = ShownRun(self.root / values.get("run", "")).base, self.own / "pictures" / secrets.token_hex(4)
-        before = {"before": [fields.setting("model.pretrained", base)]} if values.get("before") and base else {}
+        folder = self.own / "pictures" / secrets.token_hex(4)
+        before = {"before": [fields.setting("model.pretrained", base)]} if base else {}
         for side, each in {**before, "after": own}.items():
             settings = [*each, *shared, fields.setting("output_dir", str(folder / side))]
             self.queue.add("generate", settings, values.get("card") or next(iter(cards())), folder / side)

@@ -36,9 +36,8 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
     folder.mkdir(parents=True, exist_ok=True)
     problems = []
     for name, file in files:
-        count = len(photos(folder))
         try:
-            if count >= MAX_PHOTOS:
+            if len(photos(folder)) >= MAX_PHOTOS:
                 raise ValueError(f"there are {MAX_PHOTOS} photos already, which is the most")
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
@@ -55,10 +54,7 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
 def _write(folder: Path, picture: Image.Image, suffix: str) -> None:
     last = max((int(name[6:10]) for name, _ in photos(folder)), default=0)
     with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
-        clean = Image.fromarray(np.asarray(picture))
-        clean.save(
-            unfinished, format="JPEG" if suffix == ".jpg" else "PNG", **({"quality": 95} if suffix == ".jpg" else {})
-        )
+        Image.fromarray(np.asarray(picture)).save(unfinished, {".jpg": "JPEG", ".png": "PNG"}[suffix], quality=95)
 
 
 def add_examples(folder: Path, count: int = 5) -> None:

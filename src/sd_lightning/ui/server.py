@@ -42,7 +42,10 @@ def run(cfg: DictConfig) -> int:
     is_local = host in ("localhost", "::1") or host.startswith("127.")
     token = cfg.token or (None if is_local else secrets.token_urlsafe(18))
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    listening, site = listen(host, port), Site(Path(cfg.runs), [Path(each) for each in cfg.folders])
+    listening, site = (
+        listen(host, port),
+        Site(Path(cfg.runs).absolute(), [Path(each).absolute() for each in cfg.folders]),
+    )
     with site.queue.locked("server") as lock:
         if lock is None:
             raise UsageError(

@@ -9,6 +9,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sd_lightning import _conf, dreambooth
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.dreambooth import check_base, predict_memory, subject_run
@@ -28,21 +30,21 @@ def run(cfg: DictConfig) -> int:
     if not spec.left_to_planner():
         spec.model.check(spec.trained_text)
     spec.build("data", class_prompts=None)
-    told: dict[str, Any] = {"notes": []}
+    told: dict[str, Any] = {}
+    notes = told["notes"] = ["without the time to draw pictures of the class, once"] * bool(spec["data.class_prompts"])
     memory = None if spec.left_to_planner() else predict_memory(spec)
-    if memory is not None:
+    if memory is None:
+        notes.append("memory and time: not predicted, as the run measures, or learns a new word")
+    else:
         told |= {"device_gb": memory.device / GB, "host_gb": memory.host / GB}
+        if spec.cuda_devices and memory.device > torch.cuda.get_device_properties(0).total_memory:
+            notes.append("this is more than the card has: choose another preset, or a smaller resolution")
         try:
             step, price = predict_step(spec)
             told["seconds"] = step * spec["trainer.max_steps"]
-            if price is not None:
-                told["dollars"] = price * spec.num_processes * told["seconds"] / 3600
+            told["dollars"] = price and price * spec.num_processes * told["seconds"] / 3600
         except UsageError as error:
-            told["notes"].append(f"time: {error}")
-    else:
-        told["notes"].append("memory: the run decides by measuring, or a new word is learned: not predicted")
-    if spec["data.class_prompts"]:
-        told["notes"].append("without the time to draw pictures of the class, once")
+            notes.append(f"time: {error}")
     print(json.dumps(told))
     return 0
 

@@ -33,7 +33,7 @@ EXTRAS = (
     "nbformat",
     "torch_fidelity",
     "fastapi",
-    "multipart",
+    "python_multipart",
     "uvicorn",
 )
 

@@ -1,5 +1,6 @@
 """The page in a real browser, Chromium: a subject is taught from upload to drawn picture, through closed windows."""
 
+import json
 import os
 import shutil
 import signal
@@ -136,7 +137,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "photos/notes.png").write_text("no picture")
     yield tmp_path
     for file in (tmp_path / "runs/.ui/jobs").glob("*.json"):
-        job = __import__("json").loads(file.read_text())
+        job = json.loads(file.read_text())
         if job["state"] == "running":
             os.kill(job["pid"], signal.SIGKILL)
 
@@ -158,7 +159,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         for key, value in {
             "output_dir": "glyph",
             "learning_rate": "-1",
-            "max_train_steps": "240",
+            "max_train_steps": "320",
             "data.batch_size": "2",
             "with_prior_preservation": "false",
             "callbacks.samples.every_n_steps": "40",
@@ -175,6 +176,11 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
 
         visitor.wait(lambda: visitor.driver.current_url.endswith("/runs/glyph"))
         visitor.wait(lambda: visitor.count("#slider") and "running, step" in visitor.text())
+        visitor.press("Stop and save")
+        visitor.wait(lambda: "stopped, and can be resumed" in visitor.text())
+        visitor.check()
+        visitor.press("Resume")
+        visitor.wait(lambda: "running, step" in visitor.text())
         visitor.close()  # in the middle of the run
         server.kill()
         server = Server(folder)
@@ -182,11 +188,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor.open("/")
         assert "running" in visitor.text()
         visitor.driver.find_element(By.LINK_TEXT, "glyph").click()
-        visitor.press("Stop and save")
-        visitor.wait(lambda: "stopped, and can be resumed" in visitor.text())
-        visitor.check()
-        visitor.press("Resume")
-        visitor.wait(lambda: "finished, step 240 of 240" in visitor.text())
+        visitor.wait(lambda: "finished, step 320 of 320" in visitor.text())
         slider = visitor.find("#slider")
         slider.send_keys(Keys.HOME)
         assert visitor.find("figure img").get_attribute("alt") == "Samples after 40 steps"

@@ -134,7 +134,7 @@ class Site:
         """Return what a job does, or how it ended."""
         if job.state != "ended":
             return f"waits for card {job.card}" if job.state == "queued" else job.state
-        known = {0: "finished", 75: "stopped, and can be resumed", -15: "stopped before its first step"}
+        known = {0: "finished", 75: "stopped, and can be resumed", -15: "stopped"}
         return known.get(-1 if job.code is None else job.code, f"failed: {job.note or problem_in(self.read_log(job))}")
 
     def read_log(self, job: Job) -> str:

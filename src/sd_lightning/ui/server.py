@@ -30,7 +30,7 @@ def run(cfg: DictConfig) -> int:
     Raises:
         UsageError: A package is missing, the port is taken, or another server shows the folder.
     """
-    for package in ("uvicorn", "fastapi", "jinja2", "multipart"):
+    for package in ("uvicorn", "fastapi", "jinja2", "python_multipart"):
         require(package, extra="ui", who="ui")
     import uvicorn
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sd_lightning import UsageError
 from sd_lightning.ui import jobs
 from sd_lightning.ui.jobs import CPU, Job, Queue
 
@@ -91,7 +92,11 @@ def test_a_job_outlives_the_process_that_started_it_and_keeps_its_card(queue: Qu
 
 def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "start", lambda card: None)
-    job = queue.add("fake", ["x", "0"], "3", tmp_path)
+    with pytest.raises(UsageError, match=r"card=\.\./3 is not there; expected one of cpu"):
+        queue.add("fake", [], "../3", tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr(jobs, "cards", lambda: {"3": ("a GPU", 24.0)})
+        job = queue.add("fake", ["x", "0"], "3", tmp_path)
     queue.work("3")
     (ended,) = queue.jobs()
     assert ended.id == job.id and ended.state == "ended" and "card 3 is not there any more" in ended.note

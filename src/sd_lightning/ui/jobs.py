@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from sd_lightning._errors import UsageError
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 
@@ -90,7 +91,13 @@ class Queue:
         return replace(now, state="ended", note="it was killed") if now.state == "running" else now
 
     def add(self, program: str, settings: Sequence[str], card: str, folder: Path) -> Job:
-        """Append a job, and start the card's process."""
+        """Append a job, and start the card's process.
+
+        Raises:
+            UsageError: There is no such card.
+        """
+        if card not in cards():
+            raise UsageError(f"card={card} is not there; expected one of {', '.join(cards())}")
         name = f"{time.time_ns() // 1000}-{secrets.token_hex(3)}"
         job = Job(name, program, list(settings), card, str(folder))
         self._write(job)

@@ -205,16 +205,13 @@ class Site:
 
     def caption(self, draft: str, form: Form) -> HTMLResponse:
         """Caption the photos in a job."""
-        model, problems = form.get("caption_model", ""), []
+        folder = self.draft(draft)
         try:
-            place = Path(fields.confined("caption_model", model, self.roots))
-            if not place.is_dir():
-                raise UsageError(f"caption_model={model}: no such folder; expected one with a model of transformers")
-            folder = self.draft(draft)
-            self.queue.add("ui.photos", [str(folder), str(place)], next(iter(cards())), folder)
+            model = fields.confined("caption_model", form.get("caption_model", ""), self.roots)
+            self.queue.add("ui.photos", [str(folder), model], next(iter(cards())), folder)
         except UsageError as error:
-            problems = [str(error)]
-        return HTMLResponse(self.polled("photos", draft, problems))
+            return HTMLResponse(self.polled("photos", draft, [str(error)]))
+        return HTMLResponse(self.polled("photos", draft))
 
     def check(self, draft: str, action: str, form: Form) -> Response:
         """Check and predict a run; start it if that is asked for and nothing is wrong."""
@@ -224,26 +221,25 @@ class Site:
         try:
             settings = self.subject_settings(folder, values)
             out, error = program("ui.check", settings, values["card"])
+            if action == "start" and not error:
+                self.queue.add("dreambooth", settings, values["card"], self.root / values["output_dir"])
         except UsageError as refused:
             error = str(refused)
         if error or action != "start":
             return HTMLResponse(self.form(draft, values, error, None if error else json.loads(out.splitlines()[-1])))
-        self.queue.add("dreambooth", settings, values["card"], self.root / values["output_dir"])
         return Response(headers={"HX-Redirect": f"/runs/{values['output_dir']}"})
 
     def subject_settings(self, folder: Path, values: Mapping[str, str]) -> list[str]:
         """Return the command line of ``dreambooth`` for a form.
 
         Raises:
-            UsageError: The name or the card is none, or a path lies elsewhere.
+            UsageError: The name is none, or a path lies elsewhere.
         """
-        name, card = values.get("output_dir", ""), values.get("card")
+        name = values.get("output_dir", "")
         if not re.fullmatch(r"\w[\w.-]{0,63}", name):
             raise UsageError(f"output_dir={name}: expected letters, digits, - and _; write output_dir=my-subject")
         if any(job.is_open for job in self.jobs_of(self.root / name)):
             raise UsageError(f"output_dir={name}: a job writes there already; choose another name")
-        if card not in cards():
-            raise UsageError(f"card={card} is not there; expected one of {', '.join(cards())}")
         places = {"instance_data_dir": str(folder), "output_dir": str(self.root / name)}
         own = [fields.setting(key, value) for key, value in places.items()]
         return own + self.settings(fields.SUBJECT, values, "output_dir", "card")
@@ -340,20 +336,24 @@ class Site:
         return self.macro("tries", tries[:20]), any(job.is_open for job in jobs.values())
 
     def start_drawing(self, form: Form) -> Response:
+        """Draw with a run, and with what it started from if that is asked for: two jobs."""
         values = {key: value for key, value in form.items() if key != "files"}
+        card, folder = values.get("card") or next(iter(cards())), self.own / "pictures" / secrets.token_hex(4)
         try:
             shared = self.settings(fields.PICTURE, values, "run", "card", "lora_weight")
-            own = self.settings(fields.PICTURE, {key: values.get(key, "") for key in ("run", "lora_weight")})
+            sides = {
+                "after": self.settings(fields.PICTURE, {key: values.get(key, "") for key in ("run", "lora_weight")})
+            }
             base = ShownRun(self.root / values.get("run", "")).base if values.get("before") else None
-            base = base and fields.confined("model.pretrained", base, self.roots)
+            if base is not None:
+                base = fields.confined("model.pretrained", base, self.roots)
+                sides = {"before": [fields.setting("model.pretrained", base)], **sides}
+            for side, own in sides.items():
+                place = fields.setting("output_dir", str(folder / side))
+                self.queue.add("generate", [*own, *shared, place], card, folder / side)
         except UsageError as error:
             shown, message = fields.filled(fields.PICTURE, values, self.options(), str(error))
             return HTMLResponse(self.macro("drawing", shown, message, self.polled("tries")))
-        folder = self.own / "pictures" / secrets.token_hex(4)
-        before = {"before": [fields.setting("model.pretrained", base)]} if base else {}
-        for side, each in {**before, "after": own}.items():
-            settings = [*each, *shared, fields.setting("output_dir", str(folder / side))]
-            self.queue.add("generate", settings, values.get("card") or next(iter(cards())), folder / side)
         return Response(headers={"HX-Redirect": f"/try?{urlencode(values)}"})
 
     def plan(self, request: Request) -> Response:

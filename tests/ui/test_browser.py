@@ -24,7 +24,7 @@ from sd_lightning.storage import runs
 
 WIDE, NARROW = (1200, 900), (420, 900)
 BAD = """
-const bad = [], ids = [...document.querySelectorAll("[id]")].map(e => e.id);
+const bad = [], ids = [...document.querySelectorAll("[id]")].filter(e => !e.closest("svg")).map(e => e.id);
 if (new Set(ids).size !== ids.length) bad.push("an id twice: " + ids);
 if (document.querySelectorAll("h1").length !== 1 || !document.documentElement.lang || !document.title) bad.push("head");
 for (const e of document.querySelectorAll("input:not([type=hidden]), select"))

@@ -321,7 +321,10 @@ class Site:
     # Pictures.
 
     def draw(self, request: Request) -> HTMLResponse:
-        shown, message = fields.filled(fields.PICTURE, request.query_params, self.options())
+        options, given = self.options(), request.query_params
+        run = self.root / given.get("run", next((name for name, _ in options["run"]), ""))
+        drawn = {key: str(value) for key, value in ShownRun(run).settings.get("sampling", {}).items() if value}
+        shown, message = fields.filled(fields.PICTURE, {**drawn, **given}, options)
         return self.page("Try", "drawing", shown, message, self.polled("tries"))
 
     def _tries(self, _: str) -> tuple[Markup, bool]:

@@ -67,7 +67,7 @@ def test_a_token_lets_in_from_elsewhere(site: Site) -> None:
     assert visitor.get("/?token=wrong").status_code == 403
     answer = visitor.get("/?token=secret")
     assert answer.status_code == 307 and "token" not in answer.headers["location"]
-    assert "HttpOnly" in answer.headers["set-cookie"] and "SameSite=strict" in answer.headers["set-cookie"]
+    assert "HttpOnly" in answer.headers["set-cookie"] and "SameSite=lax" in answer.headers["set-cookie"]
     assert client(site, host=None, token="secret", Cookie=f"{server.COOKIE}=secret").get("/").status_code == 200
 
 
@@ -94,6 +94,9 @@ def test_nothing_outside_of_the_folders_is_shown(site: Site, tmp_path: Path) -> 
     ):
         assert visitor.get(path).status_code == 404, path
     assert "linked" not in visitor.get("/").text
+    make_run(site.root / 'a "b" #1', config=None, summary={})
+    assert "/part/" not in visitor.get("/runs/a%20%22b%22%20%231").text.replace("/part/queue", "")
+    assert 'href="/runs/a%20%22b%22%20%231"' in visitor.get("/").text
     report = visitor.get("/runs/made/report")
     assert report.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
@@ -111,7 +111,9 @@ class Site:
         """Return a part of a page that asks for itself again while it changes."""
         body, moves = getattr(self, f"_{kind}")(name, *more)
         tag = hashlib.sha256(f"{moves}{body}".encode()).hexdigest()[:12]
-        every = f'hx-get="/part/{kind}/{name}?v={tag}" hx-trigger="every 2s" hx-swap="outerHTML"' if moves else ""
+        every = (
+            f'hx-get="/part/{kind}/{quote(name)}?v={tag}" hx-trigger="every 2s" hx-swap="outerHTML"' if moves else ""
+        )
         return Markup(f'<div data-tag="{tag}" {every}>{body}</div>')
 
     def part(self, request: Request, kind: str, name: str) -> Response:
@@ -236,7 +238,7 @@ class Site:
             UsageError: The name is none, or a path lies elsewhere.
         """
         name = values.get("output_dir", "")
-        if not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
             raise UsageError(f"output_dir={name}: expected letters, digits, - and _; write output_dir=my-subject")
         if any(job.is_open for job in self.jobs_of(self.root / name)):
             raise UsageError(f"output_dir={name}: a job writes there already; choose another name")
@@ -292,7 +294,7 @@ class Site:
             return Response(self.read_log(jobs[-1]), media_type="text/plain")
         if part == "pipeline" and (run.path / part).is_dir():
             packed = subprocess.Popen(["tar", "-C", run.path, "-cf", "-", part], stdout=subprocess.PIPE)
-            headers = {"Content-Disposition": f'attachment; filename="{name}.tar"'}
+            headers = {"Content-Disposition": f'attachment; filename="{quote(name)}.tar"'}
             return StreamingResponse(packed.stdout or (), media_type="application/x-tar", headers=headers)
         file = run.lora if part in ("diffusers", "kohya", "comfyui") else None
         if file is not None and part != "diffusers":

@@ -110,7 +110,7 @@ def guarded(app: FastAPI, local_host: str | None, token: str | None) -> FastAPI:
             return PlainTextResponse(why, status_code=403)
         if token is not None and "token" in request.query_params:
             response: Response = RedirectResponse(str(request.url.remove_query_params("token")))
-            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            response.set_cookie(COOKIE, token, httponly=True, samesite="lax")
         else:
             response = await call_next(request)
         response.headers.setdefault("Content-Security-Policy", PAGE_POLICY)

@@ -18,7 +18,6 @@ from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Resp
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from starlette.datastructures import UploadFile
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.pictures import settings_of
@@ -29,10 +28,11 @@ from sd_lightning.storage.untrusted import read_json
 from sd_lightning.ui import fields, photos
 from sd_lightning.ui.folders import ShownRun, children, stores
 from sd_lightning.ui.jobs import Job, Queue, cards, environment
-from sd_lightning.ui.server import FILE_POLICY
 
 HERE = Path(__file__).parent
 PAGE_STYLE = HERE / "static/page.css"
+FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Of files that a run's folder holds: nothing in them runs or loads."""
 KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
 """Parts of pages that ask for themselves again: ``_<kind>`` returns each, and whether it will change."""
 
@@ -40,7 +40,7 @@ KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
 async def _posted(request: Request) -> dict[str, Any]:
     form = await request.form(max_files=photos.MAX_PHOTOS, max_fields=100)
     texts = {key: value.strip() for key, value in form.items() if isinstance(value, str)}
-    return {**texts, "files": [each for each in form.getlist("files") if isinstance(each, UploadFile)]}
+    return {**texts, "files": [each for each in form.getlist("files") if not isinstance(each, str)]}
 
 
 Form = Annotated[dict[str, Any], Depends(_posted)]

@@ -20,8 +20,6 @@ COOKIE = "sd_lightning_token"
 MAX_BODY = 512 * 2**20
 """Most bytes of a request: photos of one upload together."""
 PAGE_POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""Of files that a run's folder holds: nothing in them runs or loads."""
 
 
 def run(cfg: DictConfig) -> int:

@@ -151,7 +151,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor.find("#files").send_keys("\n".join(map(str, sorted((folder / "photos").iterdir()))))
         visitor.wait(lambda: visitor.count(".photos img") == 3)
         assert "notes.png is not used: it is no picture" in visitor.text()
-        visitor.find("#photos input[name=caption]").send_keys("<b>a glyph</b>", Keys.TAB)
+        visitor.find("#photos input[name=caption]").send_keys("<b>a glyph</b>", Keys.ENTER)
         visitor.wait(lambda: "<b>a glyph</b>" in (visitor.find(".photos img").get_attribute("alt") or ""))
         assert visitor.find("#init_from").get_attribute("value") == "base"
         visitor.check()

@@ -11,8 +11,11 @@ from fastapi.testclient import TestClient
 from omegaconf import OmegaConf
 from PIL import Image
 
+import small_store
 from made_runs import config, make_run
 from sd_lightning import UsageError
+from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.storage.object_store import open_location
 from sd_lightning.ui import fields, pages, photos, server
 from sd_lightning.ui.jobs import Queue
 from sd_lightning.ui.pages import Site
@@ -286,6 +289,13 @@ def test_captions_are_a_job_with_the_users_model(site: Site, tmp_path: Path) -> 
 
 def test_stores_and_their_state(site: Site, tmp_path: Path) -> None:
     assert "There are none" in client(site).get("/stores").text
+    small_store.update(site.root / "store", ImageFolder(small_store.write_pictures(tmp_path / "pictures", 6)))
+    small_store.LatentStore(open_location(site.root / "begun", key="store"), small_store.recipe()).create()
+    (site.root / "broken/recipes").mkdir(parents=True)
+    (site.root / "broken/recipes/r.json").write_text("{}")
+    shown = client(site).get("/stores").text
+    assert "6 samples to train on, 0 held out" in shown and "data.resolution=8" in shown
+    assert "not complete: run the same precompute again" in shown and "is no recipe of a latent store" in shown
 
 
 def test_the_planner_is_a_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypa
         job = queue.add("fake", ["x", "0"], "3", tmp_path)
     queue.work("3")
     (ended,) = queue.jobs()
-    assert ended.id == job.id and ended.state == "ended" and "card 3 is not there any more" in ended.note
+    assert ended.id == job.id and ended.state == "ended" and "card=3 is not there; expected one of cpu" in ended.note
 
 
 def test_cards_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,9 +114,12 @@ def setting(key: str, value: str) -> str:
     """
     if re.search(r"[\\\x00-\x1f]|\$\{", value):
         raise UsageError(f"{key}={value}: has a backslash, a line break or ${{; expected plain text; leave that out")
-    if not re.fullmatch(r"[\w.+-]+", value):
-        value = '"' + value.replace('"', '\\"') + '"'
-    return f"prompts=[{value}]" if key == "prompts" else f"{key}={value}"
+    return f"prompts=[{quoted(value)}]" if key == "prompts" else f"{key}={quoted(value)}"
+
+
+def quoted(value: str) -> str:
+    """Return a value as Hydra reads it."""
+    return value if re.fullmatch(r"[\w.+-]+", value) else '"' + value.replace('"', '\\"') + '"'
 
 
 def confined(key: str, value: str, roots: Sequence[Path]) -> str:

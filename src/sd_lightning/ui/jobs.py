@@ -65,7 +65,13 @@ def cards() -> dict[str, tuple[str, float | None]]:
 
 
 def environment(card: str) -> dict[str, str]:
-    """Return the environment of a program that sees one card alone."""
+    """Return the environment of a program that sees one card alone.
+
+    Raises:
+        UsageError: The card is not there.
+    """
+    if card != CPU and card not in cards():
+        raise UsageError(f"card={card} is not there; expected one of {', '.join(cards())}; choose that")
     own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.removesuffix(CPU), "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own}
 
@@ -96,8 +102,7 @@ class Queue:
         Raises:
             UsageError: There is no such card.
         """
-        if card not in cards():
-            raise UsageError(f"card={card} is not there; expected one of {', '.join(cards())}")
+        environment(card)
         name = f"{time.time_ns() // 1000}-{secrets.token_hex(3)}"
         job = Job(name, program, list(settings), card, str(folder))
         self._write(job)
@@ -145,13 +150,13 @@ class Queue:
             job = Job(**read_json(self.folder / f"{job_id}.json"))
             if job.state != "queued":
                 return
-            if job.card not in (there := cards()):
-                note = f"card {job.card} is not there any more; there is {', '.join(there)}: start it again on that"
-                self._write(replace(job, state="ended", note=note))
-                return
+            try:
+                own = environment(job.card)
+            except UsageError as error:
+                return self._write(replace(job, state="ended", note=str(error)))
             command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
             with open(self.log(job), "ab") as log:
-                how = {"env": environment(job.card), "pass_fds": [lock], "start_new_session": True}
+                how = {"env": own, "pass_fds": [lock], "start_new_session": True}
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
             job = replace(job, state="running", pid=process.pid)
             self._write(job)

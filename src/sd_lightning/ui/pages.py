@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, File, Form, HTTPException, Request, UploadFile
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
@@ -31,19 +31,20 @@ from sd_lightning.ui.jobs import Job, Queue, cards, environment
 
 HERE = Path(__file__).parent
 PAGE_STYLE = HERE / "static/page.css"
+_OF_RUN = ("run", "lora_weight")
+"""Settings of a picture that are not for the model before training."""
 FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Of files that a run's folder holds: nothing in them runs or loads."""
 KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
 """Parts of pages that ask for themselves again: ``_<kind>`` returns each, and whether it will change."""
 
 
-async def _posted(request: Request) -> dict[str, Any]:
-    form = await request.form(max_files=photos.MAX_PHOTOS, max_fields=100)
-    texts = {key: value.strip() for key, value in form.items() if isinstance(value, str)}
-    return {**texts, "files": [each for each in form.getlist("files") if not isinstance(each, str)]}
+async def _posted(request: Request) -> dict[str, str]:
+    form = await request.form(max_files=0, max_fields=100)
+    return {key: str(value).strip() for key, value in form.items()}
 
 
-Form = Annotated[dict[str, Any], Depends(_posted)]
+Values = Annotated[dict[str, str], Depends(_posted)]
 
 
 def program(name: str, settings: Sequence[str], card: str = "cpu") -> tuple[str, str]:
@@ -111,10 +112,8 @@ class Site:
         """Return a part of a page that asks for itself again while it changes."""
         body, moves = getattr(self, f"_{kind}")(name, *more)
         tag = hashlib.sha256(f"{moves}{body}".encode()).hexdigest()[:12]
-        every = (
-            f'hx-get="/part/{kind}/{quote(name)}?v={tag}" hx-trigger="every 2s" hx-swap="outerHTML"' if moves else ""
-        )
-        return Markup(f'<div data-tag="{tag}" {every}>{body}</div>')
+        again = f'hx-get="/part/{kind}/{quote(name)}?v={tag}" hx-trigger="every 2s" hx-swap="outerHTML"'
+        return Markup(f'<div data-tag="{tag}" {again if moves else ""}>{body}</div>')
 
     def part(self, request: Request, kind: str, name: str) -> Response:
         """Answer a part of a page that has changed."""
@@ -189,35 +188,40 @@ class Site:
         told = [*problems, *(self.status(job) for job in jobs if not moves)]
         return self.macro("photos", draft, photos.photos(folder), told, moves), moves
 
-    def add_photos(self, draft: str, form: Form) -> HTMLResponse:
-        if form.get("examples"):
+    def add_photos(
+        self,
+        draft: str,
+        files: Annotated[list[UploadFile] | None, File()] = None,
+        examples: Annotated[str, Form()] = "",
+    ) -> HTMLResponse:
+        if examples:
             photos.add_examples(self.draft(draft))
-        files = [(each.filename, each.file) for each in form["files"]]
-        return HTMLResponse(self.polled("photos", draft, photos.add_photos(self.draft(draft), files)))
+        sent = [(each.filename or "", each.file) for each in files or []]
+        return HTMLResponse(self.polled("photos", draft, photos.add_photos(self.draft(draft), sent)))
 
-    def change_photo(self, draft: str, name: str, form: Form) -> HTMLResponse:
+    def change_photo(self, draft: str, name: str, values: Values) -> HTMLResponse:
         """Write a photo's caption, or remove the photo."""
         folder = self.draft(draft)
         if name not in dict(photos.photos(folder)):
             _missing()
-        photos.write_caption(folder, name, form.get("caption", ""))
-        if form.get("remove"):
+        photos.write_caption(folder, name, values.get("caption", ""))
+        if values.get("remove"):
             (folder / name).unlink()
         return HTMLResponse(self.polled("photos", draft))
 
-    def caption(self, draft: str, form: Form) -> HTMLResponse:
+    def caption(self, draft: str, values: Values) -> HTMLResponse:
         """Caption the photos in a job."""
         folder = self.draft(draft)
         try:
-            model = fields.confined("caption_model", form.get("caption_model", ""), self.roots)
+            model = fields.confined("caption_model", values.get("caption_model", ""), self.roots)
             self.queue.add("ui.photos", [str(folder), model], next(iter(cards())), folder)
         except UsageError as error:
             return HTMLResponse(self.polled("photos", draft, [str(error)]))
         return HTMLResponse(self.polled("photos", draft))
 
-    def check(self, draft: str, action: str, form: Form) -> Response:
+    def check(self, draft: str, action: str, values: Values) -> Response:
         """Check and predict a run; start it if that is asked for and nothing is wrong."""
-        values, folder, out = {key: value for key, value in form.items() if key != "files"}, self.draft(draft), ""
+        folder, out = self.draft(draft), ""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "form.json", json.dumps(values))
         try:
@@ -314,9 +318,8 @@ class Site:
 
     def compare(self, request: Request) -> Response:
         known, out = children(self.root), self.own / "compare.html"
-        paths = [
-            fields.setting("", str(known[name]))[1:] for name in request.query_params.getlist("run") if name in known
-        ]
+        names = request.query_params.getlist("run")
+        paths = [fields.quoted(str(known[name])) for name in names if name in known]
         _, error = program("compare", [f"runs=[{','.join(paths)}]", fields.setting("output", str(out))])
         return self.page("Compare", "message", error) if error else _sandboxed(out)
 
@@ -324,31 +327,30 @@ class Site:
 
     def draw(self, request: Request) -> HTMLResponse:
         options, given = self.options(), request.query_params
-        run = self.root / given.get("run", next((name for name, _ in options["run"]), ""))
-        drawn = {key: str(value) for key, value in ShownRun(run).settings.get("sampling", {}).items() if value}
-        shown, message = fields.filled(fields.PICTURE, {**drawn, **given}, options)
+        run = children(self.root).get(given.get("run") or next(iter(dict(options["run"])), ""))
+        drawn = {} if run is None else ShownRun(run).settings.get("sampling", {})
+        values = {key: str(value) for key, value in drawn.items() if value} | dict(given)
+        shown, message = fields.filled(fields.PICTURE, values, options)
         return self.page("Try", "drawing", shown, message, self.polled("tries"))
 
     def _tries(self, _: str) -> tuple[Markup, bool]:
         """Return the pictures that were drawn here, the newest first, with their settings or what went wrong."""
         jobs = {Path(job.folder): job for job in self.queue.jobs() if job.program == "generate"}
-        tries = []
+        tries: list[list[Any]] = []
         for folder in dict.fromkeys(path.parent for path in [*jobs][::-1]):
-            sides = [(side, jobs[folder / side]) for side in ("before", "after") if folder / side in jobs]
-            files = [next((folder / side).glob("*-seed-*.png"), None) for side, _ in sides]
-            told = [(side, job, file, file and settings_of(file)) for (side, job), file in zip(sides, files)]
-            tries.append([(*each[:2], each[2] and each[2].relative_to(self.root), each[3]) for each in told])
+            tries.append([])
+            for place in (folder / side for side in ("before", "after") if folder / side in jobs):
+                file = next(place.glob("*-seed-*.png"), None)
+                drawn = None if file is None else (file.relative_to(self.root), settings_of(file))
+                tries[-1].append((place.name, jobs[place], drawn))
         return self.macro("tries", tries[:20]), any(job.is_open for job in jobs.values())
 
-    def start_drawing(self, form: Form) -> Response:
+    def start_drawing(self, values: Values) -> Response:
         """Draw with a run, and with what it started from if that is asked for: two jobs."""
-        values = {key: value for key, value in form.items() if key != "files"}
         card, folder = values.get("card") or next(iter(cards())), self.own / "pictures" / secrets.token_hex(4)
         try:
-            shared = self.settings(fields.PICTURE, values, "run", "card", "lora_weight")
-            sides = {
-                "after": self.settings(fields.PICTURE, {key: values.get(key, "") for key in ("run", "lora_weight")})
-            }
+            shared = self.settings(fields.PICTURE, values, "card", *_OF_RUN)
+            sides = {"after": self.settings(fields.PICTURE, {key: values.get(key, "") for key in _OF_RUN})}
             base = ShownRun(self.root / values.get("run", "")).base if values.get("before") else None
             if base is not None:
                 base = fields.confined("model.pretrained", base, self.roots)

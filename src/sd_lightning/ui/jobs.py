@@ -153,7 +153,8 @@ class Queue:
             try:
                 own = environment(job.card)
             except UsageError as error:
-                return self._write(replace(job, state="ended", note=str(error)))
+                self._write(replace(job, state="ended", note=str(error)))
+                return
             command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
             with open(self.log(job), "ab") as log:
                 how = {"env": own, "pass_fds": [lock], "start_new_session": True}

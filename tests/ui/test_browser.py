@@ -96,8 +96,13 @@ class Visitor:
 
     def press(self, name: str) -> None:
         """Press a button by the keyboard, as those do who have no mouse."""
-        button = next(each for each in self.driver.find_elements(By.TAG_NAME, "button") if each.text == name)
-        button.send_keys(Keys.ENTER)
+
+        def pressed() -> bool:
+            button = next(each for each in self.driver.find_elements(By.TAG_NAME, "button") if each.text == name)
+            button.send_keys(Keys.ENTER)
+            return True
+
+        self.wait(pressed)
 
     def check(self) -> None:
         """Check that all can use the page, on a wide and on a narrow window, and that nothing failed in it."""
@@ -187,7 +192,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor = Visitor(server.url)
         visitor.open("/")
         assert "running" in visitor.text()
-        visitor.driver.find_element(By.LINK_TEXT, "glyph").click()
+        visitor.driver.find_element(By.CSS_SELECTOR, "h2 a[href='/runs/glyph']").click()
         visitor.wait(lambda: "finished, step 320 of 320" in visitor.text())
         slider = visitor.find("#slider")
         slider.send_keys(Keys.HOME)

@@ -95,7 +95,7 @@ def test_nothing_outside_of_the_folders_is_shown(site: Site, tmp_path: Path) -> 
         "/new/..%2f..",
         "/part/app/x",
     ):
-        assert visitor.get(path).status_code == 404, path
+        assert visitor.get(path).status_code in (404, 405), path
     assert "linked" not in visitor.get("/").text
     make_run(site.root / 'a "b" #1', config=None, summary={})
     assert visitor.get("/runs/a%20%22b%22%20%231").status_code == 200

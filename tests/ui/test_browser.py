@@ -164,7 +164,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         for key, value in {
             "output_dir": "glyph",
             "learning_rate": "-1",
-            "max_train_steps": "320",
+            "max_train_steps": "200",
             "data.batch_size": "2",
             "with_prior_preservation": "false",
             "callbacks.samples.every_n_steps": "40",
@@ -193,7 +193,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor.open("/")
         assert "running" in visitor.text()
         visitor.driver.find_element(By.CSS_SELECTOR, "h2 a[href='/runs/glyph']").click()
-        visitor.wait(lambda: "finished, step 320 of 320" in visitor.text())
+        visitor.wait(lambda: "finished, step 200 of 200" in visitor.text())
         slider = visitor.find("#slider")
         slider.send_keys(Keys.HOME)
         assert visitor.find("figure img").get_attribute("alt") == "Samples after 40 steps"

@@ -98,6 +98,7 @@ def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypa
         context.setattr(jobs, "cards", lambda: {"3": ("a GPU", 24.0)})
         job = queue.add("fake", ["x", "0"], "3", tmp_path)
     queue.work("3")
+    (queue.folder / "1.json").write_text((queue.folder / f"{job.id}.json").read_text())
     (ended,) = queue.jobs()
     assert ended.id == job.id and ended.state == "ended" and "card=3 is not there; expected one of cpu" in ended.note
 

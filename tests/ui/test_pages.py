@@ -100,6 +100,13 @@ def test_nothing_outside_of_the_folders_is_shown(site: Site, tmp_path: Path) -> 
     make_run(site.root / 'a "b" #1', config=None, summary={})
     assert visitor.get("/runs/a%20%22b%22%20%231").status_code == 200
     assert 'href="/runs/a%20%22b%22%20%231"' in visitor.get("/").text
+    for path in ("/image/%00.png", f"/image/{'a' * 300}.png", "/try?run=../elsewhere", "/try?run=%00", "/runs/%00"):
+        assert visitor.get(path).status_code in (200, 404), path
+    (site.root / "made/stolen").symlink_to(tmp_path)
+    make_run(site.root / "links", config=None, summary=None)
+    (tmp_path / "secret.html").write_text("secret")
+    (site.root / "links/report.html").symlink_to(tmp_path / "secret.html")
+    assert visitor.get("/runs/links/report").status_code == 404
     report = visitor.get("/runs/made/report")
     assert report.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
 
@@ -180,8 +187,8 @@ def test_a_subject_becomes_a_command_line(site: Site, monkeypatch: pytest.Monkey
     [
         ({"output_dir": "../x"}, "output_dir", "expected letters, digits"),
         ({"card": "7"}, "card", "expected one of cpu"),
-        ({"init_from": "/etc"}, "init_from", "outside of the folders of this page"),
-        ({"init_lora": "../other.safetensors"}, "init_lora", "outside of the folders of this page"),
+        ({"init_from": "/etc"}, "init_from", "nor there in the folders of this page"),
+        ({"init_lora": "../other.safetensors"}, "init_lora", "nor there in the folders of this page"),
         ({"instance_prompt": "${oc.env:HOME}"}, "instance_prompt", "expected plain text"),
     ],
 )
@@ -221,6 +228,24 @@ def test_a_run_is_shown_stopped_and_resumed(site: Site) -> None:
     assert "cancelled" in visitor.get(f"/part/state/rex?v={tag}").text
     visitor.post("/runs/rex/resume")
     assert site.queue.jobs()[-1].settings == ["a=1", "resume=auto"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "7", "{trainer: null, model: 3, sampling: 4}", "{trainer: {max_steps: many}}", "{"]
+)
+def test_a_run_with_settings_of_others_is_shown(site: Site, text: str) -> None:
+    for name in ("config.yaml", "summary.json"):
+        (site.root / "made" / name).write_text(text)
+    visitor = client(site)
+    assert [visitor.get(path).status_code for path in ("/", "/runs/made", "/try?run=made")] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    "values", [{"card": ""}, {"init_from": "a" * 5000}, {"init_lora": "a\0b"}, {"learning_rate": "\0"}]
+)
+def test_odd_values_are_answered(site: Site, monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    program_says(monkeypatch)
+    assert client(site).post(f"{DRAFT}/check", data={**SUBJECT, **values}).status_code == 200
 
 
 def test_a_job_that_failed_says_why(site: Site) -> None:
@@ -271,7 +296,7 @@ def test_pictures_are_drawn_with_a_run_and_with_what_it_started_from(site: Site)
     assert after.settings == [f'run="{site.root}/made"', "lora_weight=0.5", *shared, f'output_dir="{after.folder}"']
     assert visitor.get("/try").text.count("waits for card cpu") == 2
     refused = visitor.post("/try", data={**given, "lora": "/etc/passwd"}).text
-    assert "outside of the folders" in refused.split('id="lora-told"')[1].split("</p>")[0]
+    assert "nor there in the folders" in refused.split('id="lora-told"')[1].split("</p>")[0]
 
 
 def test_captions_are_a_job_with_the_users_model(site: Site, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.devices import tables
+from sd_lightning.ui.folders import inside
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ def confined(key: str, value: str, roots: Sequence[Path]) -> str:
     """Return a path in the folders of the page, or a name on the hub, as it was given.
 
     Raises:
-        UsageError: It is a path elsewhere.
+        UsageError: It is neither.
     """
-    path = Path(value).expanduser()
-    if any(path.resolve().is_relative_to(root.resolve()) for root in roots):
-        return str(path)
-    if path.exists() or not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", value):
+    path = Path(value)
+    if any(inside(root, path) for root in roots):
+        return value
+    if not re.fullmatch(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", value) or path.exists():
         shown = ", ".join(map(str, roots))
         raise UsageError(
-            f"{key}={value}: lies outside of the folders of this page ({shown}); expected a path in one of them, or "
-            f"a name on the hub; start the page with 'folders=[{path.parent}]'"
+            f"{key}={value}: is neither a name on the hub nor there in the folders of this page ({shown}); give one of "
+            f"these, or start the page with 'folders=[{path.parent}]'"
         )
     return value
 

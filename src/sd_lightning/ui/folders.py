@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -23,11 +23,18 @@ from sd_lightning.storage.untrusted import read_json, read_yaml
 _CHARTS = [replace(chart, wide=False) for chart in CHARTS if chart.title in ("Loss", "Throughput")]
 
 
-def children(root: Path, *, are_runs: bool = True) -> dict[str, Path]:
-    """Return the folders in a folder by name, the newest first; links that lead out of it are left out."""
+def inside(root: Path, path: Path) -> bool:
+    """Return whether a path is there, and lies in a folder, links followed."""
+    try:
+        return path.exists() and path.resolve().is_relative_to(root.resolve())
+    except (OSError, ValueError):  # no name of a file, too long, or a link to itself
+        return False
+
+
+def children(root: Path) -> dict[str, Path]:
+    """Return the runs in a folder by name, the newest first; links that lead out of it are left out."""
     found = root.iterdir() if root.is_dir() else ()
-    inside = [each for each in found if each.is_dir() and each.resolve().is_relative_to(root.resolve())]
-    shown = [each for each in inside if runs.is_run(each) or not are_runs]
+    shown = [each for each in found if each.name.isprintable() and inside(root, each) and runs.is_run(each)]
     return {each.name: each for each in sorted(shown, key=lambda each: each.stat().st_mtime, reverse=True)}
 
 
@@ -40,28 +47,31 @@ class ShownRun:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What its ``config.yaml`` says; empty if there is none."""
-        with suppress(OSError, ValueError):
-            return dict(read_yaml(self.path / "config.yaml"))
-        return {}
+        return _mapping(read_yaml, self.path / "config.yaml")
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of the settings; empty if there is none."""
+        found = self.settings.get(name)
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What it wrote at its end; empty before."""
-        with suppress(OSError, ValueError):
-            return dict(read_json(self.path / "summary.json"))
-        return {}
+        return _mapping(read_json, self.path / "summary.json")
 
     @cached_property
     def steps(self) -> tuple[int, int]:
         """The last step that is known, and the last of all, 0 if that is not known."""
-        last = self.settings.get("trainer", {}).get("max_steps") or 0
+        last = self.section("trainer").get("max_steps")
+        last = last if isinstance(last, int) else 0
         logged = max((int(series[-1][0]) + 1 for series in _metrics(self.path).values()), default=0)
         return max(0, runs.newest_step(self.path), min(logged, last)), last
 
     @property
     def base(self) -> str | None:
         """The model that it started from."""
-        return self.settings.get("model", {}).get("pretrained")
+        found = self.section("model").get("pretrained")
+        return found if isinstance(found, str) else None
 
     @property
     def has_pipeline(self) -> bool:
@@ -71,7 +81,7 @@ class ShownRun:
     def lora(self) -> Path | None:
         """The file of its adapters, if they are not merged."""
         path = self.path / "pipeline" / LORA_NAME
-        return path if path.is_file() else None
+        return path if inside(self.path, path) else None
 
     @property
     def samples(self) -> list[int]:
@@ -88,6 +98,14 @@ class ShownRun:
 @functools.lru_cache(maxsize=16)
 def _chart(path: Path, time: float, is_finished: bool) -> str:
     return render_charts(_metrics(path), _CHARTS)
+
+
+def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
+    """Return what a file holds; empty if it is not there, or something else: others may have written it."""
+    with suppress(OSError, ValueError):
+        found = read(path) if inside(path.parent, path) else None
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _metrics(path: Path) -> dict[str, Any]:

@@ -85,10 +85,11 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, the oldest first, in the states that they are in."""
-        found = []
+        found: list[Job] = []
         for path in sorted(self.folder.glob("[0-9]*.json")):
             with suppress(OSError, ValueError, TypeError):
-                found.append(Job(**read_json(path)))
+                job = Job(**read_json(path))
+                found += [job] * (job.id == path.stem)  # no copy of another job's file
         lost = {each.card for each in found if each.state == "running" and not self.is_busy(each.card)}
         return [self._lost(each) if each.state == "running" and each.card in lost else each for each in found]
 

@@ -26,7 +26,7 @@ from sd_lightning.report.document import style
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 from sd_lightning.ui import fields, photos
-from sd_lightning.ui.folders import ShownRun, children, stores
+from sd_lightning.ui.folders import ShownRun, children, inside, stores
 from sd_lightning.ui.jobs import Job, Queue, cards, environment
 
 HERE = Path(__file__).parent
@@ -50,7 +50,10 @@ Values = Annotated[dict[str, str], Depends(_posted)]
 def program(name: str, settings: Sequence[str], card: str = "cpu") -> tuple[str, str]:
     """Run one of our programs; return what it printed, and its error, "" if it succeeded."""
     command = [sys.executable, "-m", f"sd_lightning.{name}", *settings]
-    done = subprocess.run(command, env=environment(card), capture_output=True, text=True, timeout=600)
+    try:
+        done = subprocess.run(command, env=environment(card), capture_output=True, text=True, timeout=600)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # a setting is too long, for instance
+        return "", str(error)
     return done.stdout, problem_in(done.stderr) or "it failed" if done.returncode else ""
 
 
@@ -123,10 +126,8 @@ class Site:
 
     def image(self, path: str) -> FileResponse:
         """Return a picture that lies below the folder of the runs, and no link leads out of it."""
-        place = (self.root / path).resolve()
-        if not place.is_relative_to(self.root.resolve()) or place.suffix not in (".png", ".jpg") or not place.is_file():
-            _missing()
-        return FileResponse(place)
+        place = self.root / path
+        return FileResponse(place if inside(self.root, place) and place.suffix in (".png", ".jpg") else _missing())
 
     def jobs_of(self, folder: Path) -> list[Job]:
         return [job for job in self.queue.jobs() if Path(job.folder) == folder]
@@ -226,9 +227,10 @@ class Site:
         write_whole(folder / "form.json", json.dumps(values))
         try:
             settings = self.subject_settings(folder, values)
-            out, error = program("ui.check", settings, values["card"])
+            card = values.get("card") or next(iter(cards()))
+            out, error = program("ui.check", settings, card)
             if action == "start" and not error:
-                self.queue.add("dreambooth", settings, values["card"], self.root / values["output_dir"])
+                self.queue.add("dreambooth", settings, card, self.root / values["output_dir"])
         except UsageError as refused:
             error = str(refused)
         if error or action != "start":
@@ -292,7 +294,7 @@ class Site:
     def run_part(self, name: str, part: str) -> Response:
         """Return the report, the log, the pipeline as a tar file, or the LoRA as one file, exported if necessary."""
         run, jobs = self.shown(name), self.jobs_of(self.root / name)
-        if part == "report" and (run.path / "report.html").is_file():
+        if part == "report" and inside(run.path, run.path / "report.html"):
             return _sandboxed(run.path / "report.html")
         if part == "log" and jobs:
             return Response(self.read_log(jobs[-1]), media_type="text/plain")
@@ -328,7 +330,7 @@ class Site:
     def draw(self, request: Request) -> HTMLResponse:
         options, given = self.options(), request.query_params
         run = children(self.root).get(given.get("run") or next(iter(dict(options["run"])), ""))
-        drawn = {} if run is None else ShownRun(run).settings.get("sampling", {})
+        drawn = {} if run is None else ShownRun(run).section("sampling")
         values = {key: str(value) for key, value in drawn.items() if value} | dict(given)
         shown, message = fields.filled(fields.PICTURE, values, options)
         return self.page("Try", "drawing", shown, message, self.polled("tries"))

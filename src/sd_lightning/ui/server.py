@@ -93,7 +93,7 @@ def guarded(app: FastAPI, local_host: str | None, token: str | None) -> FastAPI:
         changes = request.method not in ("GET", "HEAD")
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and request.url.path != "/":
             return "another site sent this request"
-        if changes and headers.get("origin", "").partition("://")[2] != host:
+        if changes and headers.get("origin") not in (f"http://{host}", f"https://{host}"):
             return "another site sent this request"
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
         if token is not None and not hmac.compare_digest(given.encode(), token.encode()):

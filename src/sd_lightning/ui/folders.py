@@ -59,13 +59,18 @@ class ShownRun:
         """What it wrote at its end; empty before."""
         return _mapping(read_json, self.path / "summary.json")
 
+    @property
+    def saved(self) -> int:
+        """The last step of which there is a checkpoint or a result."""
+        return max(0, runs.newest_step(self.path))
+
     @cached_property
     def steps(self) -> tuple[int, int]:
         """The last step that is known, and the last of all, 0 if that is not known."""
         last = self.section("trainer").get("max_steps")
         last = last if isinstance(last, int) else 0
         logged = max((int(series[-1][0]) + 1 for series in _metrics(self.path).values()), default=0)
-        return max(0, runs.newest_step(self.path), min(logged, last)), last
+        return max(self.saved, min(logged, last)), last
 
     @property
     def base(self) -> str | None:
@@ -75,7 +80,7 @@ class ShownRun:
 
     @property
     def has_pipeline(self) -> bool:
-        return (self.path / "pipeline/model_index.json").is_file() or runs.newest_step(self.path) > 0
+        return (self.path / "pipeline/model_index.json").is_file() or self.saved > 0
 
     @property
     def lora(self) -> Path | None:
@@ -109,7 +114,12 @@ def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
 
 
 def _metrics(path: Path) -> dict[str, Any]:
-    with suppress(OSError, UsageError):
+    return _read(path, sum(each.stat().st_size for each in (path / "logs").rglob("metrics.csv")))
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, size: int) -> dict[str, Any]:
+    with suppress(OSError, UsageError, ValueError):
         return read_metrics(path / "logs")
     return {}
 

@@ -59,7 +59,7 @@ def program(name: str, settings: Sequence[str], card: str = "cpu") -> tuple[str,
 
 def problem_in(text: str) -> str:
     """Return the message with which a program of ours ended, or else its last line."""
-    return (re.findall(r"^error: (.+)$", text, re.MULTILINE) or text.strip().splitlines() or [""])[-1]
+    return (re.findall(r"^error: (.+)$", text, re.MULTILINE) or text.strip().splitlines() or [""])[-1][:1000]
 
 
 class Site:
@@ -140,8 +140,13 @@ class Site:
         return known.get(-1 if job.code is None else job.code, f"failed: {job.note or problem_in(self.read_log(job))}")
 
     def read_log(self, job: Job) -> str:
+        """Return the end of what a job has printed."""
         log = self.queue.log(job)
-        return log.read_text("utf-8", "replace") if log.is_file() else ""
+        if not log.is_file():
+            return ""
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 20_000))
+            return file.read().decode("utf-8", "replace")
 
     # The list of runs, and the queue.
 
@@ -296,8 +301,8 @@ class Site:
         run, jobs = self.shown(name), self.jobs_of(self.root / name)
         if part == "report" and inside(run.path, run.path / "report.html"):
             return _sandboxed(run.path / "report.html")
-        if part == "log" and jobs:
-            return Response(self.read_log(jobs[-1]), media_type="text/plain")
+        if part == "log" and jobs and self.queue.log(jobs[-1]).is_file():
+            return FileResponse(self.queue.log(jobs[-1]), media_type="text/plain")
         if part == "pipeline" and (run.path / part).is_dir():
             packed = subprocess.Popen(["tar", "-C", run.path, "-cf", "-", part], stdout=subprocess.PIPE)
             headers = {"Content-Disposition": f'attachment; filename="{quote(name)}.tar"'}
@@ -309,7 +314,7 @@ class Site:
             error = "" if out.is_dir() else program("export", [fields.setting(*each) for each in wanted.items()])[1]
             if error:
                 return self.page("Export", "message", error)
-            file = next(out.glob("*.safetensors"))
+            file = next(out.glob("*.safetensors"), None)
         return FileResponse(file or _missing(), filename=f"{name}-{part}.safetensors")
 
     def resume(self, name: str) -> Response:

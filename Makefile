@@ -21,11 +21,12 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai test-newest test-oldest docs lint format
+.PHONY: help install train demo test test-slow test-full test-colossalai test-newest test-oldest docs lint format
 .PHONY: keep-losses gpu-check gpu-site gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
+	@echo "make demo                              teach the digits model a subject on a page in the browser"
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
@@ -57,6 +58,11 @@ install: $(STAMP)
 
 train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
+
+# Without photos and without a GPU: the digits model, and a page on which it is taught a drawn glyph.
+demo: $(STAMP)
+	@test -f runs/tiny-digits/summary.json || $(RUN) -m sd_lightning.train
+	$(RUN) -m sd_lightning.ui $(ARGS)
 
 # Files are begun in the order of conftest.py.
 IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1) and not alone and not gpu"

@@ -230,7 +230,7 @@ def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
     assert (
         PROGRAMS
-        == {"train", "dreambooth", "generate", "evaluate", "export", "precompute", "plan", "compare", "doctor"}
+        == {"train", "dreambooth", "generate", "evaluate", "export", "precompute", "plan", "compare", "doctor", "ui"}
         == {*apps.PROGRAMS}
     ), "give it a test below"
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
@@ -401,7 +401,7 @@ def test_help_shows_a_programs_own_groups_settings_and_examples_that_work(
     groups = [name for each in choices if each != "_self_" for name in each if not name.startswith("override")]
     assert re.findall(r"^  (\w+) \[\w+\]: \w", shown, flags=re.M) == groups
     assert ("dreambooth_8gb" in re.findall(r"\w+", shown)) == (program == "dreambooth")
-    assert {"precompute": "store: ", "plan": "gpu: ", "compare": "runs: "}.get(
+    assert {"precompute": "store: ", "plan": "gpu: ", "compare": "runs: ", "ui": "runs: "}.get(
         program, "output_dir: "
     ) in shown and "_target_" not in shown
     examples = re.findall(rf"^  python -m sd_lightning\.{program}(.*)$", shown.replace("\\\n", ""), flags=re.M)

@@ -27,6 +27,7 @@ ORDER = (
     ("apps",),
     ("train", "generate", "evaluate", "export", "precompute", "plan", "compare", "doctor"),
     ("dreambooth",),
+    ("ui",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -53,6 +54,7 @@ MAY_KNOW = {
     "plan": HYDRA,
     "compare": HYDRA,
     "doctor": HYDRA,
+    "ui": HYDRA | MODELS,
 }
 """Which of these libraries a room may import; others none."""
 WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}

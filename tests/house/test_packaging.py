@@ -32,6 +32,9 @@ EXTRAS = (
     "nbclient",
     "nbformat",
     "torch_fidelity",
+    "fastapi",
+    "python_multipart",
+    "uvicorn",
 )
 
 

@@ -316,16 +316,7 @@ def prepare(spec: RunSpec) -> None:
     Raises:
         UsageError: No model is given to start from, the data settings are invalid, or class images cannot be drawn.
     """
-    model = spec.model
-    base: str | None = model.get("pretrained") or (None if model.is_ours else model.target)
-    if spec.starts_from_lightning:
-        base = str(spec["init_from"])
-    if base is None and spec["init_from"] is None and spec.resume is None:
-        raise UsageError(
-            f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
-            f"weights of {spec['model.architecture']}; expected a trained model; add model.pretrained=<hub id or "
-            "folder>, or init_from=<run or pipeline folder>"
-        )
+    model, base = spec.model, check_base(spec)
     prompts, folder, count = spec["data.class_prompts"], spec["class_data_dir"], spec["num_class_images"]
     if not is_first_process():
         if prompts:
@@ -342,6 +333,25 @@ def prepare(spec: RunSpec) -> None:
             tell_of_trigger_word(described, captions, prompts)
     if base is not None and missing:
         draw_class_images(spec, missing, base)
+
+
+def check_base(spec: RunSpec) -> str | None:
+    """Return the name of the model that a run starts from; None if a resumed run does not tell.
+
+    Raises:
+        UsageError: It starts from random weights.
+    """
+    model = spec.model
+    base: str | None = model.get("pretrained") or (None if model.is_ours else model.target)
+    if spec.starts_from_lightning:
+        base = str(spec["init_from"])
+    if base is None and spec["init_from"] is None and spec.resume is None:
+        raise UsageError(
+            f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
+            f"weights of {spec['model.architecture']}; expected a trained model; add model.pretrained=<hub id or "
+            "folder>, or init_from=<run or pipeline folder>"
+        )
+    return base
 
 
 def missing_class_images(spec: RunSpec, base: str | None) -> Sequence[class_images.MissingPicture]:

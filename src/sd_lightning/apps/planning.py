@@ -140,6 +140,30 @@ def choose_plan(spec: RunSpec) -> tuple[RunSpec, PlanChoice]:
     return spec.with_settings(settings), choice
 
 
+def predict_step(spec: RunSpec) -> tuple[float, float | None]:
+    """Return the predicted seconds of an optimizer step, and the price of a device in dollars per hour, if it is known.
+
+    Raises:
+        UsageError: The machine's speeds are not known, or the strategy cannot be predicted.
+    """
+    device, speeds = hardware_here()
+    count, given = spec.num_processes, spec["speed.gradient_checkpointing"]
+    model = spec.model.describe()
+    plans = Search(
+        model,
+        replace(run_of(spec, model, count), gradient_checkpointing=False),
+        Cluster.here(device, count, on_cpu=not spec.cuda_devices),
+        candidates=[Candidate("", lambda: engine_of(spec.strategy))],
+        speeds=speeds,
+        batch_size=spec["data.batch_size"],
+        checkpointing=given if isinstance(given, bool) else "auto",
+        tf32=spec.speed.allow_tf32,
+    ).plans()
+    for plan in (*plans.best, *plans.too_large):
+        return plan.time.total, device.price_per_hour
+    raise UsageError("; ".join(plans.skip_reasons))
+
+
 def recomputation(spec: RunSpec, choice: PlanChoice | None = None) -> Recomputation:
     """Choose what blocks keep for backward, for the limit in ``speed.gradient_checkpointing``.
 

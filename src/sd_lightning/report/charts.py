@@ -95,15 +95,16 @@ CHARTS = (
 )
 
 
-def render_charts(metrics: Mapping[str, Series]) -> str:
+def render_charts(metrics: Mapping[str, Series], shown: Sequence[Chart] = CHARTS) -> str:
     """Return the charts as HTML figures, followed by a sentence that names what was not logged.
 
     Args:
         metrics: Points by metric name. Their steps count from 0, as in Lightning; the charts count from 1, as pictures
             and checkpoints do. A chart whose curves all have a single point is left out.
+        shown: The charts.
     """
     figures, absent = [], []
-    for chart in CHARTS:
+    for chart in shown:
         figure = _figure(chart, metrics)
         if figure is not None:
             figures.append(figure)

@@ -10,6 +10,12 @@ from string import Template
 from sd_lightning.storage import atomic
 
 
+def style() -> str:
+    """Return the style sheet of pages."""
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return page[page.index("<style>") + len("<style>") : page.index("</style>")]
+
+
 def write_document(path: Path, title: str, kind: str, body: str) -> Path:
     """Write a page that needs no network and no JavaScript; an earlier one is replaced atomically.
 

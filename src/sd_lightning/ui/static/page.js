@@ -1,0 +1,28 @@
+"use strict";
+let chosen = null; // Place of the slider: it stays there while newer samples come.
+
+function show(slider) {
+  const figure = slider.closest("figure"), step = figure.dataset.steps.split(",")[slider.value];
+  const image = figure.querySelector("img");
+  image.src = `${figure.dataset.place}${step.padStart(8, "0")}.png`;
+  image.alt = `Samples after ${step} steps`;
+  figure.querySelector("output").textContent = step;
+}
+
+document.addEventListener("input", ({ target }) => {
+  if (target.id === "slider") show(target, (chosen = target.value === target.max ? null : target.value));
+});
+document.addEventListener("htmx:afterSwap", () => {
+  const slider = document.getElementById("slider");
+  if (slider && chosen !== null) show(slider, (slider.value = chosen));
+});
+for (const type of ["dragover", "dragleave", "drop"])
+  document.addEventListener(type, (event) => {
+    const form = document.querySelector(".drop");
+    if (!form) return;
+    event.preventDefault(); // A browser would open the file instead.
+    form.classList.toggle("over", type === "dragover");
+    if (type !== "drop" || !event.dataTransfer.files.length) return;
+    form.querySelector("input").files = event.dataTransfer.files;
+    htmx.trigger(form, "change");
+  });

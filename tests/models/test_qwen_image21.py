@@ -192,9 +192,10 @@ def test_a_turbo_checkpoint_draws_with_its_own_sigmas_and_is_not_trained(
     said = SamplingOptions().resolve(turbo.family, turbo.pipeline_options, {})
     assert said.num_inference_steps == len(SIGMAS)
     for steps in (3, None):
-        assert (ours(turbo, None, steps=steps) == own).all()
+        assert np.abs(ours(turbo, None, steps=steps) - own).max() <= 1
     for steps in (5, model.family.num_inference_steps):
-        assert (ours(turbo, None, steps=steps) == theirs(model.pipeline(), num_inference_steps=steps)).all()
+        expected = theirs(model.pipeline(), num_inference_steps=steps)
+        assert np.abs(ours(turbo, None, steps=steps) - expected).max() <= 1 < np.abs(expected - own).max()
     with pytest.raises(UsageError, match="sample_sigmas.*train the base checkpoint, Qwen/Qwen-Image-2.1"):
         check_pretrained("tiny_qwen_image_21", str(tmp_path / "a"))
 

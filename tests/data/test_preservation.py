@@ -106,7 +106,7 @@ def test_the_empty_caption_of_a_store_is_read_where_captions_are_stored_encoded(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "preservation got neither words and prompts; expected one of the two"),
+        ({}, "preservation got neither words nor prompts; expected one of the two"),
         ({"words": {"sks": "dog"}, "prompts": ["a dog"]}, "preservation got both words and prompts"),
         ({"words": {"sks": "sks dog"}}, "preservation.words={sks:sks dog}: expected the words of the subject"),
         ({"words": {"sks": "a zwx", "zwx": "cat"}}, "preservation.words={sks:a zwx}: expected"),

@@ -51,7 +51,7 @@ def test_a_run_logs_what_it_preserves_and_resumes_bit_for_bit(folder: Path) -> N
 BAD = [
     (f"{OFF} trainable=full preservation=blank", "preservation needs adapters", "write trainable=lora"),
     (WORDS, "preservation and with_prior_preservation=true", "write with_prior_preservation=false"),
-    (f"{OFF} preservation=class", "preservation got neither words and prompts", "preservation.words={sks dog:dog}"),
+    (f"{OFF} preservation=class", "preservation got neither words nor prompts", "preservation.words={sks dog:dog}"),
     (f"{OFF} {WORDS} 'preservation.prompts=[a]'", "preservation got both words and prompts"),
     (f"{OFF} preservation=class 'preservation.words={{zwx:a}}'", "none of zwx is always in the caption 'a sks digit'"),
     (f"{OFF} preservation=class preservation.words=sks", "preservation.words=sks", "a dictionary"),

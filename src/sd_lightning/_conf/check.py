@@ -216,7 +216,9 @@ class _Checker:
         instead = example(hint, value, [self.default_at(place), default])
         ours = our_value(place, value)
         setting = f"{place}={ours if ours != str(value) else as_override(instead)}"
-        setting = f"'{setting}'" if "$" in setting else setting  # or the shell would expand it
+        setting = (
+            f"'{setting}'" if {*"$ "} & {*setting} and "'" not in setting else setting
+        )  # or the shell would change it
         remedy = "" if instead == MISSING else f"; write {setting}"
         raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
 

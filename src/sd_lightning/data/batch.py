@@ -371,7 +371,9 @@ class CaptionedImages(Dataset[Batch]):
         draws = randomness.uniform(self.seed, batch["epoch"], batch["index"], Purpose.PRESERVATION).tolist()
         own = batch.get("captions", [""] * len(used))
         captions = [*map(preservation.caption, own, draws)]
-        same = [caption for caption, other in zip(own, captions) if caption == other and preservation.words]
+        same = [
+            caption for caption, other in zip(own, captions) if preservation.words and caption.split() == other.split()
+        ]
         if any(same) and not self._has_told:
             self._has_told = True
             log.warning("data: a caption has none of preservation.words, and is itself preserved: %s", max(same))

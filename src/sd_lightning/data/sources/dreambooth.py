@@ -30,7 +30,7 @@ from sd_lightning.data.sources.image_files import (
     repeats,
 )
 from sd_lightning.data.sources.masks import FOLDER, find_masks, image_evidence, read_mask, without_masks
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, ImageOptions, MaskedLoss, resized
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, MaskedLoss, resized
 
 _LEAST_PHOTOS = 2
 
@@ -279,23 +279,23 @@ def find_photos(
 
 def held_out(
     folder: str,
-    prompt: str | None,
     trained: Mapping[Subject, Sequence[Picture]],
     *,
     caption_extension: str,
-    images: ImageOptions,
+    masked_loss: MaskedLoss,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> Pictures:
     """Return the photos of ``data.val_data_dir``, which are for validation alone, captioned as those of a subject.
 
     Raises:
         UsageError: As for :func:`find_photos`, or one is trained on.
     """
-    key = "data.val_data_dir"
+    key, prompt = "data.val_data_dir", next(iter(trained)).prompt if len(trained) == 1 else None
     known = {Path(photo.path).resolve() for photos in trained.values() for photo in photos}
     found = dict.fromkeys(find_photos(folder, prompt, caption_extension=caption_extension, key=key, apart=known))
-    masks = find_masks((photo.path for photo in found), images.masked_loss)
+    masks = find_masks((photo.path for photo in found), masked_loss)
     photos = [replace(photo, mask=masks.get(photo.path)) for photo in found]
-    return Pictures(photos, max_image_pixels=images.max_image_pixels)
+    return Pictures(photos, max_image_pixels=max_image_pixels)
 
 
 def photos_in(folder: Path) -> list[Path]:

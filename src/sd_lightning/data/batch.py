@@ -371,10 +371,8 @@ class CaptionedImages(Dataset[Batch]):
         draws = randomness.uniform(self.seed, batch["epoch"], batch["index"], Purpose.PRESERVATION).tolist()
         own = batch.get("captions", [""] * len(used))
         captions = [*map(preservation.caption, own, draws)]
-        same = [
-            caption for caption, other in zip(own, captions) if preservation.words and caption.split() == other.split()
-        ]
-        if any(same) and not self._has_told:
+        same = [caption for caption, other in zip(own, captions) if caption.split() == other.split()]
+        if preservation.words and any(same) and not self._has_told:
             self._has_told = True
             log.warning("data: a caption has none of preservation.words, and is itself preserved: %s", max(same))
         return {"preserved_input_ids": self.tokenize(captions)}

@@ -303,8 +303,13 @@ def dreambooth_data(
     )
     val = None
     if val_data_dir is not None:
-        how = {"masked_loss": images.masked_loss, "max_image_pixels": images.max_image_pixels}
-        val = held_out(val_data_dir, photos, caption_extension=caption_extension, **how)
+        val = held_out(
+            val_data_dir,
+            photos,
+            caption_extension=caption_extension,
+            masked_loss=images.masked_loss,
+            max_image_pixels=images.max_image_pixels,
+        )
     return SDDataModule(source, val, images=images, loader=loader, **vars(batches))
 
 

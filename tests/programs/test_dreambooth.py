@@ -562,7 +562,7 @@ def test_the_best_checkpoint_is_the_result(folder: Path, capfd: pytest.CaptureFi
     monitored = f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/loss callbacks.checkpoint.mode=max "
     every = "callbacks.checkpoint.every_n_steps=1 callbacks.checkpoint.keep=1 trainer.val_check_interval=1 "
     assert call(f"{monitored} {every} learning_rate=1 max_train_steps=3 output_dir=best") == 0
-    losses = dict(read_metrics(folder / "best/logs")["val/loss"])
+    losses = {step + 1: loss for step, loss in read_metrics(folder / "best/logs")["val/loss"]}
     summary = json.loads(Path("best/summary.json").read_text())
     best = summary["best_step"]
     assert best == max(losses, key=lambda step: losses[step]) < 3 and summary["monitor"] == "val/loss"

@@ -119,8 +119,8 @@ def _check_monitor(spec: RunSpec) -> None:
             f"{who} and output_dir={spec.url}, a bucket, which keeps the newest checkpoints alone; give a folder, or "
             "leave the monitor out"
         )
-    is_validated = trainer.get("limit_val_batches") != 0 and data.get("val_data_dir", "other data") is not None
-    if "instance_data_dir" in data and not is_validated:
+    has_photos = "instance_data_dir" not in data or data.get("val_data_dir") is not None
+    if trainer.get("limit_val_batches") == 0 or not has_photos:
         raise UsageError(
             f"{who}, and nothing is validated; add data.val_data_dir=<folder of photos kept apart>, with "
             "trainer.limit_val_batches above 0, or leave the monitor out"

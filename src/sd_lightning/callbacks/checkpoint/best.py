@@ -36,12 +36,13 @@ class Best:
             UsageError: It is not.
         """
         passes, every_n_epoch = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
-        self.check_intervals(every_n_steps, passes, trainer.val_check_interval, every_n_epoch)
-        if not trainer.enable_validation or not trainer.num_val_batches or not sum(trainer.num_val_batches):
+        is_validated = trainer.enable_validation and sum(trainer.num_val_batches or ())
+        if every_n_epoch in (None, 1) and not is_validated:  # else it is not known yet
             raise UsageError(
                 f"{self._who}, and nothing is validated; hold data out with data.val_data_dir=<folder> (or "
                 f"data.num_val_samples) and trainer.limit_val_batches above 0, {_REMEDY}"
             )
+        self.check_intervals(every_n_steps, passes, trainer.val_check_interval, every_n_epoch)
         self.check_gap(getattr(trainer.datamodule, "no_caption_gap", None))  # type: ignore[attr-defined]
 
     def check_intervals(

@@ -36,7 +36,7 @@ class Best:
             UsageError: It is not.
         """
         passes, every_n_epoch = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
-        is_validated = trainer.enable_validation and sum(trainer.num_val_batches or [])
+        is_validated = trainer.enable_validation and any(trainer.num_val_batches or [])
         if every_n_epoch in (None, 1) and not is_validated:  # else it is not known yet
             raise UsageError(
                 f"{self._who}, and nothing is validated; hold data out with data.val_data_dir=<folder> (or "

@@ -58,6 +58,18 @@ def test_the_class_of_a_caption_is_that_of_the_caption_as_it_was_written() -> No
     assert_captions(kept(DOG, [(0, 3)], proportion_empty_prompts=1.0)["preserved_input_ids"], [""])
 
 
+def test_a_caption_without_words_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    samples = CaptionedImages(Squares(), tokenize, options=ImageOptions(16), seed=3, preservation=DOG)
+    for _ in range(2):
+        samples.__getitems__([(0, 3), (0, 4)])
+    (told,) = (record.getMessage() for record in caplog.records if "preservation.words" in record.message)
+    assert "is itself preserved: " in told
+    kept(DOG, [(0, 3)])
+    kept(Preservation(prompts=["a dog"]), [(0, 3)])
+    kept(DOG, [(0, 3)], proportion_empty_prompts=1.0)
+    assert len(caplog.records) == 1
+
+
 def test_class_prompts_are_drawn_by_sample_and_epoch_whatever_the_batch() -> None:
     prompts = ["a dog", "a cat", "a cow"]
     keys = [(epoch, index) for epoch in range(10) for index in range(20)]
@@ -106,7 +118,7 @@ def test_the_empty_caption_of_a_store_is_read_where_captions_are_stored_encoded(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "preservation got neither words and prompts; expected one of the two"),
+        ({}, "preservation got neither words nor prompts; expected one of the two"),
         ({"words": {"sks": "dog"}, "prompts": ["a dog"]}, "preservation got both words and prompts"),
         ({"words": {"sks": "sks dog"}}, "preservation.words={sks:sks dog}: expected the words of the subject"),
         ({"words": {"sks": "a zwx", "zwx": "cat"}}, "preservation.words={sks:a zwx}: expected"),

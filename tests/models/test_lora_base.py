@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import small_training as small
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.models.families import sampling
-from sd_lightning.models.lora import BASE, BASE_VALUES, WEIGHTS_NAME, Lora
+from sd_lightning.models.lora import BASE, BASE_VALUES, SCALES, WEIGHTS_NAME, Lora
 from sd_lightning.storage.safetensors_file import open_safetensors
 from small_models import few_blocks
 
@@ -68,9 +68,15 @@ def test_another_base_is_told(deferred: bool, trained: Path, tmp_path: Path, cap
     assert not told(tmp_path / "other", file, caplog, deferred=deferred), "a file that tells nothing"
 
 
-@pytest.mark.parametrize("record", ['{"unet.conv_in.weight": 3}', "[1]", '{"unet.conv_in.weight": ["x"]}', "{"])
-def test_a_damaged_record_is_refused(record: str, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "record"),
+    [
+        *((BASE_VALUES, text) for text in ('{"unet.conv_in.weight": 3}', "[1]", '{"unet.conv_in.weight": ["x"]}', "{")),
+        *((SCALES, text) for text in ('{"unet.conv_in": [3]}', "[1]", '{"unet.conv_in": "x"}', "{")),
+    ],
+)
+def test_a_damaged_record_is_refused(key: str, record: str, trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "lora.safetensors"
-    save_file(load_file(trained / WEIGHTS_NAME), file, metadata={BASE_VALUES: record})
+    save_file(load_file(trained / WEIGHTS_NAME), file, metadata={key: record})
     with pytest.raises(UsageError, match=r"lora.safetensors: its metadata cannot be read.*copy the file again"):
         LatentDiffusion.from_pretrained(trained, lora=file)

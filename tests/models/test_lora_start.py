@@ -160,6 +160,21 @@ def test_dora_goes_on_with_its_magnitudes(architecture: str, format: str, tmp_pa
     assert (tmp_path / "resaved.safetensors").read_bytes() == (tmp_path / "trained.safetensors").read_bytes()
 
 
+def test_a_file_of_one_network_alone_goes_on(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.safetensors" for name in ("texts", "texts-again", "unet", "unet-again")]
+    trained("tiny", files[0], train_text_encoder=True, target_modules=[])
+    model = LatentDiffusion.build("tiny", seed=1)
+    assert gone_on(files[0], model, files[1], train_text_encoder=True).target_modules == []
+    assert files[1].read_bytes() == files[0].read_bytes(), "the denoiser gets no adapters"
+    trained("tiny", files[2])
+    gone_on(files[2], LatentDiffusion.build("tiny", seed=1), files[3], train_text_encoder=True)
+    first, second = load_file(files[2]), load_file(files[3])
+    new = second.keys() - first.keys()
+    assert all(torch.equal(second[key], first[key]) for key in first)
+    assert new and all(key.startswith("text_encoder.") for key in new), "they begin at zero"
+    assert not any(second[key].any() for key in new if ".lora_B." in key)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_export_in_16_bits_is_the_same_after_a_training_of_no_step(dtype: torch.dtype, tmp_path: Path) -> None:
     model = trained("tiny_klein", tmp_path / "trained.safetensors", alpha=0.3)

@@ -134,6 +134,8 @@ BAD = [
         "cannot read 1 of the 2",
         "nothing counts",
     ),
+    (f"{SUBJECTS} data.val_data_dir=dot", "dot/0.png is trained on; move photos"),
+    (f"{SUBJECTS} data.val_data_dir=dark", "dark/0.png has no caption", "put a .txt file with its caption beside each"),
     ("'subjects=[{prompt:x}]'", "the subject {'prompt': 'x'}", "dir has to be there", "write 'subjects="),
     ("'subjects=[{dir:dot,reps:2}]'", "'reps': 2", "expected class_prompt, dir, prompt, repeats"),
     ("'subjects=[{dir:dot,prompt:x,repeats:0}]'", "'repeats': 0", "repeats of at least 1"),

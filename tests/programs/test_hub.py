@@ -261,6 +261,18 @@ def test_the_evaluation_comes_before_an_upload_and_is_on_the_card(folder: Path, 
     )
 
 
+def test_the_card_of_the_best_step_has_no_figures_of_the_last(folder: Path, uploaded: dict[str, bytes]) -> None:
+    shutil.copytree("run", "best-run")
+    summary = json.loads(Path("run/summary.json").read_text())
+    summary |= {"monitor": "val/loss", "best_value": 0.25, "val_loss": 9.75, "final_loss": 8.75, "caption_gap": 7.75}
+    for step, is_told in ((1, False), (summary["steps"], True)):
+        Path("best-run/summary.json").write_text(json.dumps(summary | {"best_step": step}))
+        Path(f"card-{step}").mkdir()
+        card = apps_hub.card(Path(f"card-{step}"), "me/best", Path("best-run"))
+        assert all(f"| {line} |" in card for line in ("monitor | val/loss", "best value | 0.25", f"best step | {step}"))
+        assert all((figure in card) == is_told for figure in ("9.75", "8.75", "7.75", "<Gallery />"))
+
+
 def test_a_second_upload_leaves_no_earlier_files(folder: Path, hub: Hub, uploaded: dict[str, bytes]) -> None:
     hub.repos["me/dog"][".gitattributes"] = b""
     assert call("export run=run format=kohya output_dir=second push_to_hub=me/dog") == 0

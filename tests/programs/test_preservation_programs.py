@@ -51,10 +51,13 @@ def test_a_run_logs_what_it_preserves_and_resumes_bit_for_bit(folder: Path) -> N
 BAD = [
     (f"{OFF} trainable=full preservation=blank", "preservation needs adapters", "write trainable=lora"),
     (WORDS, "preservation and with_prior_preservation=true", "write with_prior_preservation=false"),
-    (f"{OFF} preservation=class", "preservation got neither words and prompts", "preservation.words={sks dog:dog}"),
+    (f"{OFF} preservation=class", "preservation got neither words nor prompts", "preservation.words={sks dog:dog}"),
     (f"{OFF} {WORDS} 'preservation.prompts=[a]'", "preservation got both words and prompts"),
     (f"{OFF} preservation=class 'preservation.words={{zwx:a}}'", "none of zwx is always in the caption 'a sks digit'"),
     (f"{OFF} preservation=class preservation.words=sks", "preservation.words=sks", "a dictionary"),
+    (f"{OFF} preservation=class 'preservation.words={{sks:1}}'", "a dictionary of str to str or null"),
+    (f"{OFF} 'lora.rank_pattern={{0:8}}'", "expected a dictionary of str to int or null"),
+    (f"{OFF} preservation=class 'preservation.prompts=a digit'", "write 'preservation.prompts=[a digit]'"),
     (f"{OFF} {WORDS} preservation.weight=-1", "preservation.weight=-1: expected a number above 0"),
     (
         f"{OFF} preservation=class learn_token=true placeholder_token=sks 'preservation.prompts=[a sks]'",

@@ -90,7 +90,7 @@ def describe(hint: Any) -> str:
     if origin in SEQUENCES:
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
     if origin in MAPPINGS:
-        return "a dictionary"
+        return f"a dictionary of {' to '.join(map(describe, arguments))}" if arguments else "a dictionary"
     if inspect.isclass(origin) and issubclass(origin, os.PathLike):
         return "a path"
     return getattr(origin, "__name__", str(origin))
@@ -109,7 +109,7 @@ def example(hint: Any, value: Any, known: Sequence[Any]) -> Any:
     """
     choices = [str(each) for each in _choices(hint)]
     near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-    likely = [*near, *(each for each in known if each not in (None, MISSING, [], ""))]
+    likely = [*near, *(each for each in known if each not in (None, MISSING, [], (), ""))]
     if not fits(object(), hint):
         texts = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
         readings = [_parsed(value)] if isinstance(value, str) else [texts, texts[0] if texts else "", [value]]

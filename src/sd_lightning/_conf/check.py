@@ -216,7 +216,8 @@ class _Checker:
         instead = example(hint, value, [self.default_at(place), default])
         ours = our_value(place, value)
         setting = f"{place}={ours if ours != str(value) else as_override(instead)}"
-        setting = f"'{setting}'" if "$" in setting else setting  # or the shell would expand it
+        is_bare = re.search("[$ ]", setting) and "'" not in setting  # the shell would expand or divide it
+        setting = f"'{setting}'" if is_bare else setting
         remedy = "" if instead == MISSING else f"; write {setting}"
         raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
 

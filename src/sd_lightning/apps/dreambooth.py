@@ -28,6 +28,7 @@ from sd_lightning.data.sources.dreambooth import (
     balanced,
     check_readable,
     find_subjects,
+    held_out,
     ignored_photos,
     num_per_prompt,
     photos_of,
@@ -89,6 +90,9 @@ def subject_run(spec: RunSpec) -> RunSpec:
     spec = spec.with_settings({"output_dir": stripped} | dict.fromkeys(pictures, f"{stripped}-class-images"))
     photos = captioned_photos(spec)
     check_folders(spec, photos)
+    if (folder_of_others := spec.get("data.val_data_dir")) is not None:  # before class images are drawn
+        how = {name: spec[f"data.{name}"] for name in ("caption_extension", "masked_loss")}
+        held_out(folder_of_others, photos, **how)
     every = [photo for each in photos.values() for photo in each]
     kept = captioned_photos(spec, CaptionOptions.kept).values()
     captions = sorted({photo.caption for each in kept for photo in each})

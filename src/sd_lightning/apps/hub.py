@@ -44,9 +44,11 @@ _SETTINGS = {
     "module.train_text_encoder": "text encoder trained",
     "seed": "seed",
 }
+_OF_LAST = ("final_loss", "val_loss", "caption_gap", "prompted_accuracy")
+"""Figures of the last step, which say nothing of a result that is of another."""
 _FIGURES = (
     *("steps", "batch_size", "strategy", "precision", "hardware", "devices", "train_seconds", "images_per_second"),
-    *("peak_memory_gib", "final_loss", "val_loss", "caption_gap", "prompted_accuracy", "date", "torch"),
+    *("peak_memory_gib", *_OF_LAST, "monitor", "best_value", "best_step", "date", "torch"),
 )
 """Of ``summary.json``."""
 
@@ -175,11 +177,14 @@ def card(folder: Path, repo_id: str, run_dir: Path | None) -> str:
     if run_dir is not None:
         settings = untrusted.read_yaml(run_dir / "config.yaml")
         summary = read_json(run_dir / "summary.json") if (run_dir / "summary.json").is_file() else {}
+    best = summary.get("best_step")
+    if best not in (None, summary.get("steps")):
+        summary = {key: value for key, value in summary.items() if key not in _OF_LAST}
     name = str(_at(settings, "model.architecture"))
     family = next((each for each in FAMILIES.values() if name in each.architectures), None)
     source, subjects = _source(settings), settings.get("subjects") or [{"prompt": settings.get("instance_prompt")}]
     prompts = [each["prompt"] for each in subjects if each.get("prompt")]
-    pictures = [] if run_dir is None else _pictures(run_dir, folder)
+    pictures = [] if run_dir is None else _pictures(run_dir, folder, best)
     weights = next((name for name in (LORA_NAME, LORA_FILE_NAME) if (folder / name).is_file()), None)
     tags = ["text-to-image", "diffusers", "diffusers-training", *(["dreambooth"] if prompts else [])]
     tags += [key for key, kind in PIPELINES.items() if family is not None and kind.__name__ == family.pipeline_class]
@@ -275,11 +280,12 @@ def _source(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"base_model": name} if name else {})
 
 
-def _pictures(run_dir: Path, folder: Path) -> list[dict[str, Any]]:
-    """Cut the newest sheet of samples into its pictures, and return them with their prompts as a card has them."""
+def _pictures(run_dir: Path, folder: Path, step: int | None) -> list[dict[str, Any]]:
+    """Cut a step's sheet of samples, or the newest, into its pictures; return them with prompts as a card has them."""
     from PIL import Image
 
-    sheets, widget = sorted((run_dir / "samples").glob("step-*.png")), []
+    name = "step-*.png" if step is None else f"step-{step:08d}.png"
+    sheets, widget = sorted((run_dir / "samples").glob(name)), []
     if sheets:
         with Image.open(sheets[-1]) as sheet:
             tiles = json.loads(getattr(sheet, "text", {}).get(TILES, "[]"))

@@ -33,6 +33,9 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """Sections that every run needs."""
+_MODULE = "sd_lightning.SDLightningModule"
+_MONITORED = ("val/caption_gap", "val/loss")
+"""What its validations log."""
 _NO_VALIDATION = "or trainer.limit_val_batches=0 for no validation"
 _AT_LEAST = (
     ("accumulate_grad_batches", 1, "at least 1", "1"),
@@ -57,6 +60,7 @@ def preflight(spec: RunSpec) -> RunSpec:
     """
     _check_sections(spec)
     spec = adopt_engine_file(spec)
+    _check_monitor(spec)
     if spec.left_to_planner():
         from sd_lightning.apps import planning  # takes longer to import than the rest
 
@@ -93,18 +97,6 @@ def _check_sections(spec: RunSpec) -> None:
     if isinstance(rate, int | float) and rate < 0:
         name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
         refuse(name, rate, "a number of at least 0", "1e-5, for instance")
-    monitor, data = spec.get("callbacks.checkpoint.monitor"), spec.get("data") or {}
-    if monitor is not None and spec.url is not None:
-        raise UsageError(
-            f"got callbacks.checkpoint.monitor={monitor} and output_dir={spec.url}, a bucket, which keeps the newest "
-            "checkpoints alone; give a folder, or leave the monitor out"
-        )
-    is_validated = spec.get("trainer.limit_val_batches") != 0 and data.get("val_data_dir", "other data") is not None
-    if monitor is not None and "instance_data_dir" in data and not is_validated:
-        raise UsageError(
-            f"got callbacks.checkpoint.monitor={monitor}, and nothing is validated; add data.val_data_dir=<folder of "
-            "photos kept apart>, with trainer.limit_val_batches above 0, or leave the monitor out"
-        )
     lora = spec.get("lora")
     if {"base", "lora.base"} <= spec.overridden and spec["base"] != spec["lora.base"]:
         raise UsageError(
@@ -112,6 +104,35 @@ def _check_sections(spec: RunSpec) -> None:
         )
     if lora is not None and not isinstance(lora, Mapping):
         raise UsageError(f"lora={lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
+
+
+def _check_monitor(spec: RunSpec) -> None:
+    """Check that the metric by which the best checkpoint is kept is one of the validations of every checkpoint."""
+    saving, trainer, data = spec.get("callbacks.checkpoint") or {}, spec["trainer"], spec["data"]
+    if saving.get("monitor") is None:
+        return
+    from sd_lightning.callbacks.checkpoint.best import Best  # takes longer to import than the rest
+
+    who = f"got callbacks.checkpoint.monitor={saving['monitor']}"
+    if spec.url is not None:
+        raise UsageError(
+            f"{who} and output_dir={spec.url}, a bucket, which keeps the newest checkpoints alone; give a folder, or "
+            "leave the monitor out"
+        )
+    has_photos = "instance_data_dir" not in data or data.get("val_data_dir") is not None
+    if trainer.get("limit_val_batches") == 0 or not has_photos:
+        raise UsageError(
+            f"{who}, and nothing is validated; add data.val_data_dir=<folder of photos kept apart>, with "
+            "trainer.limit_val_batches above 0, or leave the monitor out"
+        )
+    if spec["module._target_"] == _MODULE and saving["monitor"] not in _MONITORED:
+        refuse("callbacks.checkpoint.monitor", saving["monitor"], " or ".join(_MONITORED), _MONITORED[0])
+    Best(saving["monitor"], "min").check_intervals(
+        saving.get("every_n_steps", 500),
+        trainer.get("accumulate_grad_batches", 1),
+        trainer.get("val_check_interval", 1.0),
+        trainer.get("check_val_every_n_epoch", 1),
+    )
 
 
 def _with_start(spec: RunSpec) -> RunSpec:

@@ -245,6 +245,8 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     datamodule.check_preservation(getattr(module, "preservation", None))  # now it is known what a store has of texts
     saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
+    if saving.best is not None:
+        saving.best.check_gap(datamodule.caption_gap_problem(module.latent_diffusion.tokenize))
     if is_first_process():  # it reads files; the other ranks get the result before the first step
         saving.check_data(datamodule)
         evaluation = callback_of(trainer, Evaluation)

@@ -185,6 +185,7 @@ class CaptionedImages(Dataset[Batch]):
         self.buckets = buckets
         self.latent_stride = latent_stride
         self.preservation = preservation
+        self._has_told = False
         self._masks: dict[int, Tensor] = {}
         """By the number of the image, of those latents that have a mask: their crop stays the same."""
 
@@ -368,7 +369,12 @@ class CaptionedImages(Dataset[Batch]):
         if stored is not None:
             return {"preserved_text_embeddings": stored}
         draws = randomness.uniform(self.seed, batch["epoch"], batch["index"], Purpose.PRESERVATION).tolist()
-        captions = [*map(preservation.caption, batch.get("captions", [""] * len(used)), draws)]
+        own = batch.get("captions", [""] * len(used))
+        captions = [*map(preservation.caption, own, draws)]
+        same = [caption for caption, other in zip(own, captions) if caption.split() == other.split()]
+        if preservation.words and any(same) and not self._has_told:
+            self._has_told = True
+            log.warning("data: a caption has none of preservation.words, and is itself preserved: %s", max(same))
         return {"preserved_input_ids": self.tokenize(captions)}
 
     def _written(self, used: list[int], which: list[int | None], epoch: Tensor, index: Tensor) -> list[str]:

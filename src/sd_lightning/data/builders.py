@@ -303,8 +303,13 @@ def dreambooth_data(
     )
     val = None
     if val_data_dir is not None:
-        prompt = chosen[0].prompt if len(chosen) == 1 else None
-        val = held_out(val_data_dir, prompt, photos, caption_extension=caption_extension, images=images)
+        val = held_out(
+            val_data_dir,
+            photos,
+            caption_extension=caption_extension,
+            masked_loss=images.masked_loss,
+            max_image_pixels=images.max_image_pixels,
+        )
     return SDDataModule(source, val, images=images, loader=loader, **vars(batches))
 
 

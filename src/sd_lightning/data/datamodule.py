@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.batch import BadSamples, CaptionedImages, some_captions, tell_of_long_captions
+from sd_lightning.data.batch import BadSamples, CaptionedImages, Tokenize, some_captions, tell_of_long_captions
 from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
@@ -29,6 +29,8 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import LearnedToken
 
 log = logging.getLogger(__name__)
+
+_NOT_HELD_OUT = "no data are held out"
 
 _KEEP = "if the GPU has room for the text encoders, module.offload_encoders=false keeps them there"
 
@@ -258,7 +260,7 @@ class SDDataModule(LightningDataModule):
         if self.source_val is None:
             # The user chose no validation; Lightning would ask whether that was intended.
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-            self.no_caption_gap = "no data are held out"
+            self.no_caption_gap = _NOT_HELD_OUT
             return []
         dataset = self._dataset(self.source_val, self.images.evaluation(), wrong_captions=True)
         self._check_caption_gap(dataset)
@@ -319,15 +321,23 @@ class SDDataModule(LightningDataModule):
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:
         """Set ``no_caption_gap``; all ranks decide alike."""
         was = self.no_caption_gap
-        if self.images.proportion_empty_prompts == 1:
-            self.no_caption_gap = "the model is trained without captions (data.proportion_empty_prompts=1)"
-        elif not self._attached().strategy.reduce_boolean_decision(dataset.has_wrong_captions):
-            self.no_caption_gap = "all held-out captions are the same to the tokenizer"
-        else:
-            self.no_caption_gap = None
+        is_told = self._attached().strategy.reduce_boolean_decision(dataset.has_wrong_captions)
+        self.no_caption_gap = self._why_no_gap(is_told)
         dataset.has_wrong_captions = self.no_caption_gap is None
         if self.no_caption_gap not in (None, was) and self._attached().is_global_zero:
             log.warning("data: the caption gap is not measured: %s", self.no_caption_gap)
+
+    def caption_gap_problem(self, tokenize: Tokenize) -> str | None:
+        """Return why a validation will measure no caption gap, before anything is encoded; None if it will."""
+        if self.source_val is None:
+            return _NOT_HELD_OUT
+        dataset = CaptionedImages(self.source_val, tokenize, options=self.images.evaluation(), seed=0)
+        return self._why_no_gap(dataset.has_wrong_captions)
+
+    def _why_no_gap(self, captions_differ: bool) -> str | None:
+        if self.images.proportion_empty_prompts == 1:
+            return "the model is trained without captions (data.proportion_empty_prompts=1)"
+        return None if captions_differ else "all held-out captions are the same to the tokenizer"
 
     def _stored(self, source: Source) -> StoredLatents | None:
         """Return a source's own latents, or with ``cache_latents`` those encoded once; None for images."""

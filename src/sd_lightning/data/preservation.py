@@ -40,8 +40,8 @@ class Preservation:
             )
         if bool(self.words) == bool(self.prompts):
             raise UsageError(
-                f"preservation got {'both' if self.words else 'neither'} words and prompts; expected one of the two: "
-                f"write {_EXAMPLE}, or captions of the class: 'preservation.prompts=[a photo of a dog]'"
+                f"preservation got {'both words and' if self.words else 'neither words nor'} prompts; expected one of "
+                f"the two: write {_EXAMPLE}, or captions of the class: 'preservation.prompts=[a photo of a dog]'"
             )
         for word, other in (self.words or {}).items():
             if not word.strip() or self._pattern.search(other):

@@ -46,6 +46,7 @@ def check_settings(path: Path) -> dict[str, list[float]]:
     metadata = LoraFile.read(path).metadata
     try:
         settings, base = (parse_json(metadata.get(key, "{}")) for key in (METADATA, BASE_VALUES))
+        trained_scales(metadata)
         unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
         base_values = {str(key): [float(value) for value in values] for key, values in base.items()}
     except (ValueError, TypeError, AttributeError) as error:

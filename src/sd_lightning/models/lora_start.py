@@ -82,6 +82,8 @@ def going_on(
             asked = getattr(own, key := lora.setting_of(name))
             is_same = matching(asked, layers[name]) == adapters[name].keys()
             values[key] = list(asked) if is_same else _endings(adapters[name], layers[name])
+    if parts.family.denoiser not in adapters and lora.target_modules is None:
+        values["target_modules"] = []  # or the denoiser would get new adapters
     for key in given:
         ours: Any = getattr(lora, key)
         if key in values and ours is not None and (list(ours) if "modules" in key else ours) != values[key]:

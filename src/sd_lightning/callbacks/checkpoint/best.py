@@ -16,6 +16,7 @@ from sd_lightning.storage import checkpoint
 log = logging.getLogger(__name__)
 
 _KEY = "callbacks.checkpoint.monitor"
+_REMEDY = f"or leave {_KEY} out"
 
 
 @dataclass
@@ -34,27 +35,53 @@ class Best:
         Raises:
             UsageError: It is not.
         """
-        who, remedy = f"got {_KEY}={self.monitor}", f"or leave {_KEY} out"
-        if not trainer.enable_validation or not trainer.num_val_batches or not sum(trainer.num_val_batches):
+        passes, every_n_epoch = trainer.accumulate_grad_batches, trainer.check_val_every_n_epoch
+        is_validated = trainer.enable_validation and any(trainer.num_val_batches or [])
+        if every_n_epoch in (None, 1) and not is_validated:  # else it is not known yet
             raise UsageError(
-                f"{who}, and nothing is validated; hold data out with data.val_data_dir=<folder> (or "
-                f"data.num_val_samples) and trainer.limit_val_batches above 0, {remedy}"
+                f"{self._who}, and nothing is validated; hold data out with data.val_data_dir=<folder> (or "
+                f"data.num_val_samples) and trainer.limit_val_batches above 0, {_REMEDY}"
             )
-        passes, interval = every_n_steps * trainer.accumulate_grad_batches, trainer.val_check_interval
-        by_passes = trainer.check_val_every_n_epoch is None and isinstance(interval, int)
-        if every_n_steps == 0 or (by_passes and passes % interval):
+        self.check_intervals(every_n_steps, passes, trainer.val_check_interval, every_n_epoch)
+        self.check_gap(getattr(trainer.datamodule, "no_caption_gap", None))  # type: ignore[attr-defined]
+
+    def check_intervals(
+        self, every_n_steps: int, accumulate: int, interval: float | None, every_n_epoch: int | None
+    ) -> None:
+        """Check that every checkpoint is validated, as far as settings of the trainer tell.
+
+        Raises:
+            UsageError: It is not.
+        """
+        if every_n_epoch not in (None, 1):
+            raise UsageError(
+                f"{self._who} and trainer.check_val_every_n_epoch={every_n_epoch}, with which most checkpoints are not "
+                f"validated; write trainer.check_val_every_n_epoch=null, {_REMEDY}"
+            )
+        passes = every_n_steps * accumulate
+        if every_n_steps == 0 or (every_n_epoch is None and isinstance(interval, int) and passes % interval):
             also = "" if every_n_steps else "callbacks.checkpoint.every_n_steps=60 "
             raise UsageError(
-                f"{who} with callbacks.checkpoint.every_n_steps={every_n_steps} and trainer.val_check_interval="
+                f"{self._who} with callbacks.checkpoint.every_n_steps={every_n_steps} and trainer.val_check_interval="
                 f"{interval}: not every checkpoint is validated; expected one after a multiple of the forward passes "
-                f"between validations; write {also}trainer.val_check_interval={passes or 60}, {remedy}"
+                f"between validations; write {also}trainer.val_check_interval={passes or 60}, {_REMEDY}"
             )
-        reason = getattr(trainer.datamodule, "no_caption_gap", None)  # type: ignore[attr-defined]
+
+    def check_gap(self, reason: str | None) -> None:
+        """Check that the caption gap is measured if it is the metric, given why it is not.
+
+        Raises:
+            UsageError: It is not.
+        """
         if self.monitor == "val/caption_gap" and reason is not None:
             raise UsageError(
-                f"{who}, which is not measured: {reason}; give held-out data captions that differ, take "
-                f"{_KEY}=val/loss, {remedy}"
+                f"{self._who}, which is not measured: {reason}; give held-out data captions that differ, take "
+                f"{_KEY}=val/loss, {_REMEDY}"
             )
+
+    @property
+    def _who(self) -> str:
+        return f"got {_KEY}={self.monitor}"
 
     def look(self, trainer: pl.Trainer, step: int) -> None:
         """Compare the validation of a step that has a checkpoint with the best one so far.
@@ -65,7 +92,7 @@ class Best:
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             names = ", ".join(sorted(name for name in metrics if name.startswith("val/"))) or "none"
-            raise UsageError(f"got {_KEY}={self.monitor}, which no validation logs; expected one of {names}")
+            raise UsageError(f"{self._who}, which no validation logs; expected one of {names}")
         value = trainer.strategy.broadcast(float(metrics[self.monitor]))
         sign = 1 if self.mode == "max" else -1
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):

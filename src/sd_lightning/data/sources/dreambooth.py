@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from sd_lightning.data.sources.image_files import (
     repeats,
 )
 from sd_lightning.data.sources.masks import FOLDER, find_masks, image_evidence, read_mask, without_masks
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, ImageOptions, MaskedLoss, resized
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, MaskedLoss, resized
 
 _LEAST_PHOTOS = 2
 
@@ -215,14 +215,21 @@ def photos_of(
             f"data.caption_extension={caption_extension}: every subject has a prompt, which is the caption of all its "
             "photos; leave one of the two out"
         )
-    how = {"caption_extension": caption_extension, "key": "dir" if len(subjects) > 1 else "instance_data_dir"}
-    found = {each: find_photos(each.dir, each.prompt, **how) for each in subjects}
+    key = "dir" if len(subjects) > 1 else "instance_data_dir"
+    found = {
+        each: find_photos(each.dir, each.prompt, caption_extension=caption_extension, key=key) for each in subjects
+    }
     masks = find_masks((photo.path for photos in found.values() for photo in photos), masked_loss)
     return {each: [replace(photo, mask=masks.get(photo.path)) for photo in own] for each, own in found.items()}
 
 
 def find_photos(
-    folder: str | Path, prompt: str | None, *, caption_extension: str = ".txt", key: str = "instance_data_dir"
+    folder: str | Path,
+    prompt: str | None,
+    *,
+    caption_extension: str = ".txt",
+    key: str = "instance_data_dir",
+    apart: Collection[Path] = (),
 ) -> list[Picture]:
     """Return the photos of a subject; those in ``10_sks dog/`` are listed ten times.
 
@@ -232,6 +239,7 @@ def find_photos(
             the text in the name of its kohya folder.
         caption_extension: Ending of the caption files.
         key: Setting that gave the folder, for messages.
+        apart: Resolved paths that must not be among them.
 
     Raises:
         UsageError: There are no photos, only one, or one without a caption that can be read.
@@ -256,38 +264,38 @@ def find_photos(
             f"{who} with {found} in it; expected at least {_LEAST_PHOTOS} ({', '.join(sorted(SUFFIXES))}), 3 to 5 are "
             f"usual: from a single one the model learns the photo and not the subject; {remedy}"
         )
+    if twin := next((photo.path for photo in photos if Path(photo.path).resolve() in apart), None):
+        raise UsageError(f"{who}, and {twin} is trained on; move photos for validation elsewhere")
     without = next((photo for photo in photos if not photo.caption), None)
     if without is not None:
+        prompt_of_all = "write 'instance_prompt=a photo of sks dog', with a rare word for the subject"
+        own = f"put a {extension} file with its caption beside each photo of {key}"
         raise UsageError(
-            f"{who} without instance_prompt, and {without.path} has no caption of its own; write "
-            "'instance_prompt=a photo of sks dog', with a rare word for the subject"
+            f"{who} without instance_prompt, and {without.path} has no caption of its own; "
+            f"{own if apart else prompt_of_all}"
         )
     return photos
 
 
 def held_out(
     folder: str,
-    prompt: str | None,
     trained: Mapping[Subject, Sequence[Picture]],
     *,
     caption_extension: str,
-    images: ImageOptions,
+    masked_loss: MaskedLoss,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> Pictures:
     """Return the photos of ``data.val_data_dir``, which are for validation alone, captioned as those of a subject.
 
     Raises:
         UsageError: As for :func:`find_photos`, or one is trained on.
     """
-    key = "data.val_data_dir"
-    found = list(dict.fromkeys(find_photos(folder, prompt, caption_extension=caption_extension, key=key)))
+    key, prompt = "data.val_data_dir", next(iter(trained)).prompt if len(trained) == 1 else None
     known = {Path(photo.path).resolve() for photos in trained.values() for photo in photos}
-    if twin := next((photo.path for photo in found if Path(photo.path).resolve() in known), None):
-        raise UsageError(
-            f"dreambooth got {key}={folder}, and {twin} is trained on; move photos for validation elsewhere"
-        )
-    masks = find_masks((photo.path for photo in found), images.masked_loss)
+    found = dict.fromkeys(find_photos(folder, prompt, caption_extension=caption_extension, key=key, apart=known))
+    masks = find_masks((photo.path for photo in found), masked_loss)
     photos = [replace(photo, mask=masks.get(photo.path)) for photo in found]
-    return Pictures(photos, max_image_pixels=images.max_image_pixels)
+    return Pictures(photos, max_image_pixels=max_image_pixels)
 
 
 def photos_in(folder: Path) -> list[Path]:

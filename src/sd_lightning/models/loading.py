@@ -189,6 +189,7 @@ def load_parts(
         for file in files:
             bases[file] = check_settings(file)
             for name, layers in read_lora(on_meta, file, f"lora={lora}" if file == lora else str(file)).items():
+                each: Any
                 for layer, each in layers.items():
                     weighted = each if file != files[-1] or lora_weight is None else replace(each, strength=lora_weight)
                     adapters.setdefault(name, {}).setdefault(f"{layer}.weight", []).append(weighted)
@@ -421,7 +422,7 @@ def _read_by_diffusers(
     missing = rows - sum(len(each.up) for layers in found.values() for each in layers.values())
     if missing > 0 or not rows:
         raise ValueError(f"{missing} of the {rows} rows of its up projections are of layers that the model has not")
-    return found
+    return {name: {**layers} for name, layers in found.items()}
 
 
 _UP_PROJECTION = re.compile(r"lora(_B|[._]up)(\.default)?\.weight$")

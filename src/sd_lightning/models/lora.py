@@ -155,7 +155,8 @@ class Lora:
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
                     ranks = f"lora.rank={self.rank} lora.rank_pattern={dict(self.rank_pattern or {})}"
                     raise UsageError(f"{ranks}: {error}; write another rank") from error
-                for layer in network.modules() if self.type == "lokr" else ():
+                for module in network.modules():
+                    layer: Any = module
                     if _ADAPTER in getattr(layer, "lokr_w2", ()):  # both factors are whole: as in LyCORIS, no scale
                         layer.scaling[_ADAPTER] = 1.0
                 for key, parameter in network.named_parameters():
@@ -321,7 +322,8 @@ class Lora:
             "target_modules": targets,
         }
         if self.type != "lora":
-            return (LoHaConfig if self.type == "loha" else LoKrConfig)(alpha=self.effective_alpha, **options)
+            config: Any = LoHaConfig if self.type == "loha" else LoKrConfig
+            return config(alpha=self.effective_alpha, **options)
         return LoraConfig(
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,

@@ -133,8 +133,8 @@ def front_end_metadata(
     kinds = set()
     for key, parts in factors.items():
         inner = next((file.tensors[f"{key}.{each}"] for each in ("hada_w1_b", "lokr_w2_b") if each in parts), None)
-        alpha = file.tensors[f"{key}.alpha"].read().item()
-        kinds.add((f"{alpha:.12g}" if inner is None else str(inner.shape[0]), f"{alpha:.12g}"))
+        own_alpha = f"{file.tensors[f'{key}.alpha'].read().item():.7g}"
+        kinds.add((own_alpha if inner is None else str(inner.shape[0]), own_alpha))
     for key, tensor in file.tensors.items():
         if ".lora_A." in key:
             network, _, layer = key.removesuffix(".lora_A.weight").partition(".")
@@ -152,18 +152,15 @@ def front_end_metadata(
         prediction_type=prediction_type,
         date=datetime.fromtimestamp(int(file.path.stat().st_mtime), UTC),
     )
-    return (
-        spec
-        | own
-        | {
-            "modelspec.architecture": f"{spec['modelspec.architecture']}/lora",
-            "modelspec.hash_sha256": f"0x{content_digest(tensors, dtype)}",
-            "ss_base_model_version": version,
-            "ss_network_dim": rank,
-            "ss_network_alpha": alpha,
-            "ss_output_name": title,
-        }
-    )
+    return spec | {
+        **own,
+        "modelspec.architecture": f"{spec['modelspec.architecture']}/lora",
+        "modelspec.hash_sha256": f"0x{content_digest(tensors, dtype)}",
+        "ss_base_model_version": version,
+        "ss_network_dim": rank,
+        "ss_network_alpha": alpha,
+        "ss_output_name": title,
+    }
 
 
 def _prefix(network: str, family: Family) -> str:

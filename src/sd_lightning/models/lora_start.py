@@ -76,7 +76,8 @@ def going_on(
     dora = {a.magnitude is not None for each in adapters.values() for a in each.values()}
     if len(dora) > 1:
         raise UsageError(f"{who}: some of its layers have DoRA's magnitudes, and others none; give another file")
-    own, values = lora.of_family(parts.family), {"use_dora": dora.pop(), "type": types.pop()} | _kinds(found)
+    own = lora.of_family(parts.family)
+    values: dict[str, Any] = {"use_dora": dora.pop(), "type": types.pop()} | _kinds(found)
     layers = {name: layer_names(parts.networks[name]) for name in found}
     if all(own.kinds(name, layers[name]) == each for name, each in found.items()):
         values |= {key: getattr(own, key) for key in values.keys() - {"use_dora", "type"}}

@@ -108,7 +108,7 @@ def front_end_tensors(
     Raises:
         UsageError: The front end has no such layer, or joins it with others.
     """
-    found = {}
+    found: dict[str, StreamedTensor] = {}
     for name, parts in by_layer(tensors).items():
         network, _, layer = name.partition(".")
         key, layers = key_of(network, layer) or ("", [])

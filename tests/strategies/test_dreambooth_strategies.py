@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FIRST = ("fsdp:token", "fsdp:full", "fsdp:merged", "zero2:merged", "zero2:lora")
 FIRST += ("gemini:full", "gemini:lora", "gemini:token", "fsdp:preserved", "gemini:preserved")
-FIRST += ("fsdp:texts", "gemini:texts", "fsdp:loha", "gemini:lokr")
+FIRST += ("fsdp:texts", "gemini:texts", "fsdp:loha")
 PROMPTS = ["a handwritten digit", "a handwritten two"]
 RESUMED = {"zero2": "gemini", "gemini": "fsdp", "fsdp": "zero2", "ddp": "gemini"}
 """Who goes on with whose adapters."""

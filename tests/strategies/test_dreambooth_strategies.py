@@ -21,6 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 2, "alpha": 4}},
     "merged": {"lora": {"rank": 2, "alpha": 4, "merge": True}},
     "texts": {"lora": {"rank": 2, "alpha": 4, "target_modules": []}},
+    "loha": {"lora": {"type": "loha", "rank": 2, "alpha": 4}},
+    "lokr": {"lora": {"type": "lokr", "rank": 2, "alpha": 4, "merge": True}},
     "token": {"token": "S*"},
     "preserved": {
         "lora": {"rank": 2, "alpha": 4},
@@ -29,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FIRST = ("fsdp:token", "fsdp:full", "fsdp:merged", "zero2:merged", "zero2:lora")
 FIRST += ("fsdp:texts", "gemini:texts", "gemini:full", "gemini:lora", "gemini:token")
-FIRST += ("fsdp:preserved", "gemini:preserved")
+FIRST += ("fsdp:preserved", "gemini:preserved", "fsdp:loha")
 PROMPTS = ["a handwritten digit", "a handwritten two"]
 RESUMED = {"zero2": "gemini", "gemini": "fsdp", "fsdp": "zero2", "ddp": "gemini"}
 """Who goes on with whose adapters."""
@@ -92,7 +94,7 @@ def test_losses_and_exported_weights_are_those_of_one_process(results: dict[str,
     name, kind = case.split(":")
     ours, single = results[f"{name}:{kind}"], results[f"single:{kind}"]
     assert ours["losses"] == pytest.approx(single["losses"], abs=1e-6)
-    has_adapters = kind in ("lora", "preserved", "texts")
+    has_adapters = kind not in ("full", "merged", "token", "lokr")
     file = WEIGHTS_NAME if has_adapters else "unet/diffusion_pytorch_model.safetensors"
     mine, theirs = exported(results, f"{name}:{kind}", file), exported(results, f"single:{kind}", file)
     assert mine.keys() == theirs.keys()

@@ -30,6 +30,7 @@ from sd_lightning.models.lora import is_adapter, plain_names
 from sd_lightning.models.lora_file import LoraFile
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
 from sd_lightning.models.lora_formats import front_end_metadata, front_end_tensors
+from sd_lightning.models.lycoris import by_layer
 from sd_lightning.models.pipeline_folder import parts_in, read_component, read_json, write_json
 from sd_lightning.quantization.int8 import read_record
 from sd_lightning.storage import atomic, checkpoint, far_runs, runs, streamed_tensor
@@ -191,6 +192,12 @@ def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) 
         raise UsageError(
             f"run={request.run}: got {given}, but {source.pipeline} has no {LORA_NAME}: it was trained without "
             f"adapters, or these are merged already; leave {given.partition('=')[0]} out"
+        )
+    is_folder = not request.front_end and request.format != "single_file"
+    if is_folder and not request.merge_lora and model.adapters is not None and by_layer(model.adapters.tensors):
+        raise UsageError(
+            f"run={request.run}: its adapters are LoHa or LoKr, of which diffusers reads LoKr of some families alone; "
+            "add merge_lora=true, or write format=kohya or format=comfyui"
         )
     if request.format in ("ema", "non_ema"):
         model = _chosen(model, source, request, opened)

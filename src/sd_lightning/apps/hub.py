@@ -19,10 +19,12 @@ from sd_lightning.models.families import FAMILIES, Family
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.lora_formats import FILE_NAME as LORA_FILE_NAME
+from sd_lightning.models.lycoris import by_layer
 from sd_lightning.models.pipeline_folder import first_line, read_json
 from sd_lightning.report.evaluation import HEAD, read_evaluation, table
 from sd_lightning.report.grid import TILES
 from sd_lightning.storage import atomic, far_runs, runs, untrusted
+from sd_lightning.storage.streamed_tensor import file_tensors
 
 if TYPE_CHECKING:
     from sd_lightning.apps.run_spec import RunSpec
@@ -233,6 +235,8 @@ def _usage(folder: Path, repo_id: str, base: Any, weights: str | None, word: str
         files = 'f"{folder}/model.safetensors", config=f"{folder}/config"'
         lines += [f'folder = snapshot_download("{repo_id}")', f"pipeline = {name}.from_single_file({files})"]
         return "\n".join(["```python", *lines, "```"])
+    if weights == LORA_NAME and by_layer(file_tensors(folder / weights)):
+        return f"`{weights}` has LoHa or LoKr, for `python -m sd_lightning.generate lora={weights}` and the base model."
     if weights == LORA_FILE_NAME:  # diffusers does not know the names of all families
         return f"Put `{weights}` where your program looks for LoRA (`models/loras` of ComfyUI), at strength 1."
     model = repo_id if weights is None else base or "<the model that it was trained on>"

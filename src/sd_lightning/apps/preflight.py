@@ -203,6 +203,7 @@ def _with_adapters(spec: RunSpec) -> RunSpec:
     texts = bool(spec.get("module.train_text_encoder"))
     lora = going_on(spec.lora, file, spec.model.describe(), given=settings, train_text_encoder=texts)
     names = (
+        "type",
         "rank",
         "alpha",
         "rank_pattern",

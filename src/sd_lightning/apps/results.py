@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.lycoris import by_layer
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.far_runs import name_of
 from sd_lightning.storage.runs import PLAN
+from sd_lightning.storage.streamed_tensor import file_tensors
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -181,7 +183,10 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
     pipeline = run_dir / "pipeline"
     measured = f"not measured: {summary['no_caption_gap']}"
-    lora = f"; then pipeline.load_lora_weights('{pipeline}')" if Path(pipeline, LORA_NAME).is_file() else ""
+    file = pipeline / LORA_NAME
+    lora = f"; then pipeline.load_lora_weights('{pipeline}')" if file.is_file() else ""
+    if lora and by_layer(file_tensors(file)):
+        lora = "; its LoHa or LoKr: generate run=, or export format=comfyui or merge_lora=true"
     shown = {
         "steps": f"{summary['steps']} in {summary['train_seconds']:.0f} s",
         "images per second": rate and f"{rate:.0f}",

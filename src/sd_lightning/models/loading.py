@@ -7,7 +7,7 @@ import copy
 import filecmp
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -55,7 +55,7 @@ from sd_lightning.models.pipeline_folder import (
 from sd_lightning.quantization.int8 import int8_config, int8_record
 from sd_lightning.quantization.layers import int8_layers
 from sd_lightning.quantization.tensor_parallel import Plan, check_is_whole
-from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
+from sd_lightning.storage.deferred_weights import Change, DeferredWeights
 from sd_lightning.storage.streamed_tensor import write_tensors
 
 ASSETS = Path(__file__).parent / "assets"
@@ -173,7 +173,7 @@ def load_parts(
     weights: dict[str, DeferredWeights] = {}
     unread: dict[str, Callable[[], tuple[nn.Module, Component, DeferredWeights]]] = {}
     bases: dict[Path, dict[str, list[float]]] = {}
-    adapters: dict[str, dict[str, list[Adapter]]] = {}
+    adapters: dict[str, dict[str, list[Change]]] = {}
     """By network and weight."""
     files = [root / LORA_NAME] if (root / LORA_NAME).is_file() else []
     if files and lora is not None and lora.is_file() and filecmp.cmp(lora, files[0], shallow=False):
@@ -189,8 +189,9 @@ def load_parts(
         for file in files:
             bases[file] = check_settings(file)
             for name, layers in read_lora(on_meta, file, f"lora={lora}" if file == lora else str(file)).items():
+                each: Any
                 for layer, each in layers.items():
-                    weighted = each if file != files[-1] or lora_weight is None else each._replace(strength=lora_weight)
+                    weighted = each if file != files[-1] or lora_weight is None else replace(each, strength=lora_weight)
                     adapters.setdefault(name, {}).setdefault(f"{layer}.weight", []).append(weighted)
     is_dora = any(each.magnitude is not None for several in adapters.values() for s in several.values() for each in s)
 
@@ -233,7 +234,7 @@ def _defer(
     folder: Path,
     variant: str | None,
     bases: Mapping[Path, Mapping[str, Sequence[float]]],
-    adapters: Mapping[str, Sequence[Adapter]],
+    adapters: Mapping[str, Sequence[Change]],
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Defer a network, with adapters merged in."""
     network, described, stored = defer_network(component, folder, variant=variant)
@@ -421,7 +422,7 @@ def _read_by_diffusers(
     missing = rows - sum(len(each.up) for layers in found.values() for each in layers.values())
     if missing > 0 or not rows:
         raise ValueError(f"{missing} of the {rows} rows of its up projections are of layers that the model has not")
-    return found
+    return {name: {**layers} for name, layers in found.items()}
 
 
 _UP_PROJECTION = re.compile(r"lora(_B|[._]up)(\.default)?\.weight$")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models import lycoris
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.lora_layers import expanded, is_adapter, layer_names, longest, matching, name_parts
@@ -25,7 +27,7 @@ from sd_lightning.quantization.base import Base, fill_base_, original_shape, qua
 from sd_lightning.quantization.int8 import row_reader
 from sd_lightning.quantization.layers import Int8Conv2d, Part, int8_layers
 from sd_lightning.quantization.tensor_parallel import check_is_whole
-from sd_lightning.storage.deferred_weights import Adapter, DeferredWeights
+from sd_lightning.storage.deferred_weights import Adapter, Change, DeferredWeights, Factors
 from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
@@ -48,6 +50,8 @@ MAGNITUDE = "lora_magnitude_vector"
 class Lora:
     """Settings of the adapters, and the layers that get them."""
 
+    type: lycoris.Kind = "lora"
+    """What is trained of each layer's change: LoRA, or LoHa or LoKr of LyCORIS (arXiv 2309.14859)."""
     rank: int = 4
     alpha: float | None = None
     """The adapters' output is scaled by ``alpha / rank``; equals the layer's rank if not given."""
@@ -75,6 +79,14 @@ class Lora:
     :func:`~sd_lightning.models.lora_start.going_on` gives settings that are."""
 
     def __post_init__(self) -> None:
+        if self.type not in get_args(lycoris.Kind):
+            raise UsageError(f"lora got type={self.type}; expected lora, loha or lokr; write lora.type=lora")
+        unlike = {"base": self.base, "use_dora": self.use_dora, "dropout": self.dropout}
+        if self.type != "lora" and (given := [f"{name}={value}" for name, value in unlike.items() if value]):
+            raise UsageError(
+                f"lora got type={self.type} and {given[0]}, which only LoRA has here; leave "
+                f"{given[0].partition('=')[0]} out, or write lora.type=lora"
+            )
         if self.base not in (None, *get_args(Base)):
             raise UsageError(f"lora got base={self.base}; expected int8, nf4 or null; write base=nf4")
         if not isinstance(self.rank, int) or self.rank < 1:
@@ -111,7 +123,7 @@ class Lora:
                 files.fill_(denoiser, torch.device("cpu"), skip=quantised)
 
     def apply_(self, networks: Mapping[str, nn.Module]) -> None:
-        """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
+        """Freeze the networks and insert adapters; the outputs do not change yet, as a factor is zero.
 
         Raises:
             UsageError: No layer matches, one is neither linear nor convolutional, or a network is divided.
@@ -143,6 +155,10 @@ class Lora:
                 except ValueError as error:  # a rank that the groups of a convolution do not divide
                     ranks = f"lora.rank={self.rank} lora.rank_pattern={dict(self.rank_pattern or {})}"
                     raise UsageError(f"{ranks}: {error}; write another rank") from error
+                for module in network.modules():
+                    layer: Any = module
+                    if _ADAPTER in getattr(layer, "lokr_w2", ()):  # both factors are whole: as in LyCORIS, no scale
+                        layer.scaling[_ADAPTER] = 1.0
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 
@@ -155,15 +171,21 @@ class Lora:
         """
         for name, others in adapters.items():
             modules: dict[str, Any] = dict(networks[name].named_modules()) if name in networks else {}
-            layers = {key: module for key, module in modules.items() if _ADAPTER in getattr(module, "lora_A", ())}
-            kinds = {key: (len(each.down), each.alpha) for key, each in others.items()}
-            is_dora = {each.magnitude is not None for each in others.values()} == {self.use_dora}
-            if layers.keys() != others.keys() or kinds != self.kinds(name, layers) or not is_dora:
+            layers = {key: module for key, module in modules.items() if _is_adapted(module)}
+            kinds = {key: (each.rank, each.alpha) for key, each in others.items()}
+            is_ours = {(each.type, each.magnitude is not None) for each in others.values()} == {
+                (self.type, self.use_dora)
+            }
+            if layers.keys() != others.keys() or kinds != self.kinds(name, layers) or not is_ours:
                 raise UsageError(
                     f"lora.init={self.init}: its adapters of {name} have other layers, rank or alpha, or DoRA, than "
                     "these settings; take those of sd_lightning.models.lora_start.going_on(lora, file, model)"
                 )
             for key, each in others.items():
+                if isinstance(each, Factors):
+                    lycoris.begin_(layers[key], _ADAPTER, each, f"lora.init={self.init}: {name}.{key}")
+                    continue
+                assert isinstance(each, Adapter)
                 layers[key].lora_A[_ADAPTER].weight.copy_(each.down)
                 layers[key].lora_B[_ADAPTER].weight.copy_(each.up)
                 if each.magnitude is not None:
@@ -197,6 +219,13 @@ class Lora:
         usual, scales = self.effective_alpha / self.rank, dict[str, float]()
         for name, adapters in ((name, adapters) for name, adapters in layers.items() if adapters):
             keys = adapter_keys(name, components[name], adapters)
+            if self.type != "lora":
+                tensors |= {keys[key]: values for key, values in adapters.items()}
+                parts_of = lycoris.by_layer({key.removesuffix(f".{_ADAPTER}"): key for key in adapters})
+                for layer, kind in self.kinds(name, parts_of).items():
+                    alpha = kind["lokr_w2" not in parts_of[layer]]  # the rank if alpha does not count, as in LyCORIS
+                    tensors[f"{name}.{components[name].file_keys([layer])[layer]}.alpha"] = torch.tensor(float(alpha))
+                continue
             adapted = list(dict.fromkeys(key.partition(".lora_")[0] for key in adapters))
             scale_of = {layer: alpha / rank for layer, (rank, alpha) in self.kinds(name, adapted).items()}
             for key, values in adapters.items():
@@ -207,7 +236,8 @@ class Lora:
             # The weights include the scales.
             config = replace(self, alpha=None, alpha_pattern=None)._config(name, adapted).to_dict()
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config.items()}
-        metadata = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(usual)}
+        own = {METADATA: json.dumps(settings, sort_keys=True), SCALE: repr(usual)}
+        metadata = own if self.type == "lora" else {}  # LoHa and LoKr have alpha among the tensors
         metadata |= {SCALES: json.dumps(scales, sort_keys=True)} if scales else {}
         metadata |= {} if self.base is None else {BASE: self.base}
         metadata |= {BASE_VALUES: json.dumps(base_values)} if base_values else {}
@@ -274,7 +304,7 @@ class Lora:
         return targets
 
     def _config(self, name: str, layers: Iterable[str]) -> Any:
-        from peft import LoraConfig
+        from peft import LoHaConfig, LoKrConfig, LoraConfig
 
         targets = [t for target in self._targets(name) for t in expanded(target, layers)]
         kinds, usual = self.kinds(name, layers), (self.rank, self.effective_alpha)
@@ -284,15 +314,21 @@ class Lora:
             for value in sorted({kind[each] for kind in kinds.values()} - {default}):
                 pattern[_regex(name, [layer for layer, kind in kinds.items() if kind[each] == value])] = value
 
+        options: dict[str, Any] = {
+            "r": self.rank,
+            "rank_pattern": patterns[0],
+            "alpha_pattern": patterns[1],
+            "exclude_modules": _regex(name, left_out) if left_out else None,
+            "target_modules": targets,
+        }
+        if self.type != "lora":
+            config: Any = LoHaConfig if self.type == "loha" else LoKrConfig
+            return config(alpha=self.effective_alpha, **options)
         return LoraConfig(
-            r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
-            rank_pattern=patterns[0],
-            alpha_pattern=patterns[1],
-            exclude_modules=_regex(name, left_out) if left_out else None,
             lora_dropout=self.dropout,
-            target_modules=targets,
             use_dora=self.use_dora,
+            **options,
         )
 
 
@@ -337,16 +373,14 @@ def begin_magnitudes_(network: nn.Module, files: DeferredWeights) -> None:
     files.close()
 
 
-def is_magnitude(key: str) -> bool:
-    """Return whether a name in memory belongs to a magnitude of DoRA."""
-    return MAGNITUDE in key
-
-
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
     keys = component.file_keys(names)
     file_keys = {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
-    return {name: key.replace(f"{MAGNITUDE}.weight", MAGNITUDE) for name, key in file_keys.items()}
+    return {
+        name: key.replace(f"{MAGNITUDE}.weight", MAGNITUDE).removesuffix(f".{_ADAPTER}")
+        for name, key in file_keys.items()
+    }
 
 
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
@@ -371,13 +405,20 @@ Read = Callable[[str], Tensor]
 """Name of a weight in memory -> its whole values, in host memory."""
 
 
-def adapted_weights(network: nn.Module) -> dict[str, float]:
-    """Map the names in memory of weights with adapters to the scale of the adapters' output."""
+def adapted_weights(network: nn.Module) -> dict[str, Callable[[Read], Tensor]]:
+    """Map the names in memory of weights with adapters to what returns each with its adapter merged in."""
     return {
-        f"{name}.base_layer.weight": layer.scaling[_ADAPTER]
+        f"{name}.base_layer.weight": partial(
+            _merge, name, [k for k, _ in layer.named_parameters() if is_adapter(f".{k}")], layer.scaling[_ADAPTER]
+        )
         for name, layer in network.named_modules()
-        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
+        if _is_adapted(layer)
     }
+
+
+def _is_adapted(layer: Any) -> bool:
+    """Return whether a layer has an adapter of ours."""
+    return hasattr(layer, "base_layer") and _ADAPTER in getattr(layer, "scaling", ())
 
 
 def layer_adapters(network: nn.Module) -> dict[str, Adapter]:
@@ -399,12 +440,13 @@ def layer_adapters(network: nn.Module) -> dict[str, Adapter]:
     return found
 
 
-def merge(key: str, scale: float, read: Read, *, use_dora: bool = False) -> Tensor:
-    """Return a weight, given its name in memory, with its adapter merged in."""
-    layer = key.removesuffix("base_layer.weight")
-    down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
-    magnitude = read(f"{layer}{MAGNITUDE}.{_ADAPTER}.weight") if use_dora else None
-    return add_adapter(read(key), down, up, scale, magnitude)
+def _merge(layer: str, names: Sequence[str], scale: float, read: Read) -> Tensor:
+    """Return the weight of a layer, whose adapter has parameters of these names, with it merged in."""
+    values = {name.partition(f".{_ADAPTER}")[0]: read(f"{layer}.{name}") for name in names}
+    weight = read(f"{layer}.base_layer.weight")
+    if "lora_A" in values:
+        return add_adapter(weight, values["lora_A"], values["lora_B"], scale, values.get(MAGNITUDE))
+    return weight.float() + scale * Factors(values, 1.0).rows(0, len(weight)).view(weight.shape)
 
 
 def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
@@ -419,9 +461,9 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitud
     return merged * factor.view(-1, *[1] * (merged.dim() - 1))
 
 
-def add_adapter_(weight: Tensor, adapter: Adapter) -> None:
+def add_adapter_(weight: Tensor, adapter: Change) -> None:
     """Add an adapter to a weight in place."""
-    if adapter.magnitude is None:
+    if not isinstance(adapter, Adapter) or adapter.magnitude is None:
         adapter.add_(weight.view(-1), 0)
     else:
         changed = add_adapter(weight, adapter.down, adapter.up, adapter.scale, adapter.magnitude)
@@ -443,13 +485,13 @@ def unscaled(up: Tensor, scale: float) -> Tensor:
 def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
     """Return a network's state dict under plain names, with the adapters merged into their weights."""
     state = network.state_dict()
-    adapted, use_dora = adapted_weights(network), any(map(is_magnitude, state))
+    adapted = adapted_weights(network)
 
     def merged(key: str) -> Tensor:
-        return merge(key, adapted[key], state.__getitem__, use_dora=use_dora).to(state[key].dtype)
+        return adapted[key](state.__getitem__).to(state[key].dtype)
 
     return {plain: merged(key) if key in adapted else state[key] for plain, key in plain_names(state).items()}
 
 
-Adapters = dict[str, dict[str, Adapter]]
+Adapters = dict[str, dict[str, Change]]
 """By network and by the layer's name."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models import lycoris
 from sd_lightning.models.families import Component
 from sd_lightning.models.lora import BASE_VALUES, MAGNITUDE, METADATA, SCALE, SCALES, adapter_keys, add_adapter
 from sd_lightning.models.lora_layers import is_adapter
@@ -126,8 +127,8 @@ class LoraFile:
         Raises:
             UsageError: The adapters are not plain LoRA, or belong to another model.
         """
-        found: dict[str, dict[str, StreamedTensor]] = {}
-        for each in self.layers(networks):
+        found = lycoris.merged(self.tensors, networks, self.path)
+        for each in self.layers(networks) if not found else ():
             weight, slices = each.weight, partial(_merged, each)
             merged = StreamedTensor(weight.dtype, weight.shape, slices)
             found.setdefault(each.network, {})[f"{each.layer}.weight"] = merged

@@ -9,6 +9,7 @@ LyCORIS has them.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models import lycoris
 from sd_lightning.models.families import Component, Family
 from sd_lightning.models.families.lora_names import FrontEnd
 from sd_lightning.models.families.single_file import model_spec
@@ -55,6 +57,9 @@ def front_end_tensors(
     Raises:
         UsageError: The adapters do not fit the networks, are not plain LoRA, or the front end has no such layer.
     """
+    if lycoris.by_layer(file.tensors):
+        key_of = partial(front_end_key, family=family, front_end=front_end)
+        return lycoris.front_end_tensors(file.tensors, key_of, who=file.path, front_end=front_end)
     groups: dict[str, _Parts] = {}
     bases: dict[str, list[StreamedTensor]] = {}
     adapted = {(each.network, each.layer): each for each in file.layers(networks)}
@@ -124,12 +129,21 @@ def front_end_metadata(
         prediction_type: As in a scheduler's configuration.
         dtype: As in :func:`write_streamed`.
     """
+    factors = {key: set(parts) for key, parts in lycoris.by_layer(file.tensors).items()}
     kinds = set()
+    for key, parts in factors.items():
+        inner = next((file.tensors[f"{key}.{each}"] for each in ("hada_w1_b", "lokr_w2_b") if each in parts), None)
+        own_alpha = f"{file.tensors[f'{key}.alpha'].read().item():.7g}"
+        kinds.add((own_alpha if inner is None else str(inner.shape[0]), own_alpha))
     for key, tensor in file.tensors.items():
         if ".lora_A." in key:
             network, _, layer = key.removesuffix(".lora_A.weight").partition(".")
             scale = file.scale_of(network, layer, tensor.shape[0]) * file.trained_scale(f"{network}.{layer}")
             kinds.add((str(tensor.shape[0]), f"{scale * tensor.shape[0]:.12g}"))
+    own = {"ss_network_module": "networks.lora"}
+    if factors:
+        algorithm = "loha" if any("hada_w1_a" in parts for parts in factors.values()) else "lokr"
+        own = {"ss_network_module": "lycoris.kohya", "ss_network_args": json.dumps({"algo": algorithm})}
     rank, alpha = kinds.pop() if len(kinds) == 1 else ("Dynamic", "Dynamic")  # as in `resize_lora.py` of sd-scripts
     spec, version = model_spec(
         family,
@@ -139,10 +153,10 @@ def front_end_metadata(
         date=datetime.fromtimestamp(int(file.path.stat().st_mtime), UTC),
     )
     return spec | {
+        **own,
         "modelspec.architecture": f"{spec['modelspec.architecture']}/lora",
         "modelspec.hash_sha256": f"0x{content_digest(tensors, dtype)}",
         "ss_base_model_version": version,
-        "ss_network_module": "networks.lora",
         "ss_network_dim": rank,
         "ss_network_alpha": alpha,
         "ss_output_name": title,
@@ -194,15 +208,31 @@ def read_adapters(
     Returns:
         The adapters; None if the file has keys, shapes or settings that these formats do not have.
     """
+    factors = lycoris.by_layer(stored)
     for front_end in (None, *get_args(FrontEnd)):
         of_family = partial(_of_front_end, family=family, front_end=front_end)
         with suppress(
-            RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError, re.error
+            RuntimeError, AttributeError, TypeError, ValueError, ZeroDivisionError, KeyError, re.error
         ):  # not what keys tell
-            found = (of_family if front_end else _of_diffusers)(dict(stored), metadata, shapes)
+            if factors:
+                found = _of_lycoris(dict(factors), shapes, family, front_end)
+            else:
+                found = (of_family if front_end else _of_diffusers)(dict(stored), metadata, shapes)
             if found is not None:
                 return found
     return None
+
+
+def _of_lycoris(
+    left: dict[str, dict[str, Tensor]], shapes: Shapes, family: Family, front_end: FrontEnd | None
+) -> Adapters | None:
+    found: Adapters = {}
+    for network, layers in shapes.items():
+        for layer, shape in layers.items():
+            named = front_end_key(network, layer, family, front_end) if front_end else (f"{network}.{layer}", [layer])
+            if named is not None and len(named[1]) == 1 and named[0] in left:
+                found.setdefault(network, {})[layer] = lycoris.read_factors(left.pop(named[0]), shape)
+    return None if left or not found else found
 
 
 def _of_diffusers(left: dict[str, Tensor], metadata: Mapping[str, str], shapes: Shapes) -> Adapters | None:

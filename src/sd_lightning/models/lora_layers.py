@@ -13,7 +13,7 @@ from torch import nn
 
 def is_adapter(key: str) -> bool:
     """Return whether a name in memory belongs to an adapter's weight."""
-    return ".lora_" in key
+    return any(kind in key for kind in (".lora_", ".hada_", ".lokr_"))
 
 
 def layer_names(network: nn.Module) -> list[str]:

@@ -69,14 +69,18 @@ def going_on(
             f"{who}: it has adapters of {' and '.join(texts)}, and the run trains none of them; write "
             "train_text_encoder=true (of train: module.train_text_encoder=true)"
         )
-    found = {name: {k: (len(a.down), a.alpha) for k, a in each.items()} for name, each in adapters.items()}
+    types = {a.type for each in adapters.values() for a in each.values()}
+    if len(types) > 1:
+        raise UsageError(f"{who}: it has adapters of several kinds, {' and '.join(sorted(types))}; give another file")
+    found = {name: {k: (a.rank, a.alpha) for k, a in each.items()} for name, each in adapters.items()}
     dora = {a.magnitude is not None for each in adapters.values() for a in each.values()}
     if len(dora) > 1:
         raise UsageError(f"{who}: some of its layers have DoRA's magnitudes, and others none; give another file")
-    own, values = lora.of_family(parts.family), {"use_dora": dora.pop()} | _kinds(found)
+    own = lora.of_family(parts.family)
+    values: dict[str, Any] = {"use_dora": dora.pop(), "type": types.pop()} | _kinds(found)
     layers = {name: layer_names(parts.networks[name]) for name in found}
     if all(own.kinds(name, layers[name]) == each for name, each in found.items()):
-        values |= {key: getattr(own, key) for key in values.keys() - {"use_dora"}}
+        values |= {key: getattr(own, key) for key in values.keys() - {"use_dora", "type"}}
     else:
         for name in (each for each in (parts.family.denoiser, *texts[:1]) if each in adapters):
             asked = getattr(own, key := lora.setting_of(name))

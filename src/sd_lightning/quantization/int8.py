@@ -337,7 +337,7 @@ def _divisions(model: QuantizableModel | nn.Module, parallel: TensorParallel) ->
             "knows what can be divided; write LatentDiffusion.from_pretrained(<folder>, deferred=['all'])"
         )
     adapted = [
-        name for name, network in model.networks.items() if any("lora_" in n for n, _ in network.named_modules())
+        name for name, network in model.networks.items() if any("base_layer" in n for n, _ in network.named_modules())
     ]
     if adapted:
         raise UsageError(

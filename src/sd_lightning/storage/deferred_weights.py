@@ -5,9 +5,10 @@ With sd21's UNet (3.46 GB in float32) on two processes, FSDP2 peaks at 1.76 GB p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,42 @@ def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
     return parameter, 0, parameter.numel()
 
 
-class Adapter(NamedTuple):
+class Change:
+    """A change of a weight (O, …), whose rows are computed when they are needed; ``alpha / rank`` scales them."""
+
+    alpha: float
+    magnitude: Tensor | None
+    """DoRA's (O,)."""
+    strength: float
+    """Share of the change that is added."""
+
+    @property
+    def type(self) -> str:
+        """How it is stored: "lora", "loha" or "lokr"."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return rows of the change before it is scaled, flattened, in float32."""
+        raise NotImplementedError
+
+    def add_(self, values: Tensor, begin: int) -> None:
+        """Add the change, without DoRA, to a flat range of the weight that begins there."""
+        width, end = self.rows(0, 1).shape[1], begin + values.numel()
+        first, last = begin // width, -(-end // width)
+        change = self.rows(first, last).view(-1)[begin - first * width :][: values.numel()]
+        values.add_(change.to(values.device), alpha=self.scale * self.strength)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter(Change):
     """A low-rank change of a weight (O, …): ``alpha / rank * up @ down``, with rows flattened (arXiv 2106.09685)."""
 
     down: Tensor
@@ -37,21 +73,64 @@ class Adapter(NamedTuple):
     """(O, R, …)"""
     alpha: float
     magnitude: Tensor | None = None
-    """DoRA's (O,)."""
     strength: float = 1.0
-    """Share of the change that is added."""
+
+    @property
+    def type(self) -> str:
+        return "lora"
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self.up[first:last].float().flatten(1) @ self.down.float().flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors(Change):
+    """A change by LoHa or LoKr (LyCORIS, arXiv 2309.14859).
+
+    LoHa's is ``(w1_a @ w1_b) * (w2_a @ w2_b)``, LoKr's the Kronecker product of ``w1`` and ``w2``, each of which is
+    whole or ``a @ b``; if both are whole, ``alpha`` does not scale them.
+    """
+
+    values: Mapping[str, Tensor]
+    """By LyCORIS' names: ``hada_w1_a``, ``lokr_w1``, …"""
+    alpha: float
+    magnitude: None = None
+    strength: float = 1.0
+
+    @property
+    def type(self) -> str:
+        return "loha" if "hada_w1_b" in self.values else "lokr"
+
+    @property
+    def rank(self) -> int:
+        inner = (self.values.get(name) for name in ("hada_w1_b", "lokr_w2_b", "lokr_w1_b"))
+        return next((len(each) for each in inner if each is not None), max(1, int(self.alpha)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the weight, and values of each."""
+        rows = [len(each) for name, each in self.values.items() if not name.endswith("_b")]
+        return rows[0] if self.type == "loha" and rows[0] == rows[1] else math.prod(rows), self.rows(0, 1).shape[1]
 
     @property
     def scale(self) -> float:
-        return self.alpha / len(self.down)
+        return 1.0 if {"lokr_w1", "lokr_w2"} <= self.values.keys() else self.alpha / self.rank
 
-    def add_(self, values: Tensor, begin: int) -> None:
-        """Add the change, without DoRA, to a flat range of the weight that begins there."""
-        down, end = self.down.float().flatten(1), begin + values.numel()
-        first, last = begin // down.shape[1], -(-end // down.shape[1])
-        change = (self.up[first:last].float().flatten(1) @ down).view(-1)
-        change = change[begin - first * down.shape[1] :][: values.numel()]
-        values.add_(change.to(values.device), alpha=self.scale * self.strength)
+    def rows(self, first: int, last: int) -> Tensor:
+        if self.type == "loha":
+            return self._part("hada_w1", first, last) * self._part("hada_w2", first, last)
+        w1, w2 = self._part("lokr_w1"), self._part("lokr_w2")
+        at = torch.arange(first, last, device=w1.device)
+        return (w1[at // len(w2), :, None] * w2[at % len(w2), None]).flatten(1)
+
+    def _part(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        if name in self.values:
+            return self.values[name].float().flatten(1)
+        return self.values[f"{name}_a"][first:last].float() @ self.values[f"{name}_b"].float()
 
 
 class DeferredWeights:
@@ -68,7 +147,7 @@ class DeferredWeights:
     """
 
     def __init__(
-        self, store: ShardedTensors, keys: Mapping[str, str], adapters: Mapping[str, Sequence[Adapter]] | None = None
+        self, store: ShardedTensors, keys: Mapping[str, str], adapters: Mapping[str, Sequence[Change]] | None = None
     ) -> None:
         self._store = store
         self._keys = dict(keys)
@@ -85,7 +164,7 @@ class DeferredWeights:
         keys = {names[name]: key for name, key in self._keys.items() if name in names}
         return DeferredWeights(self._store, keys, self._adapters)
 
-    def with_adapters(self, adapters: Mapping[str, Sequence[Adapter]]) -> DeferredWeights:
+    def with_adapters(self, adapters: Mapping[str, Sequence[Change]]) -> DeferredWeights:
         """Return the same weights with adapters, by the weights' names in the network, merged in."""
         return DeferredWeights(self._store, self._keys, {self._keys[name]: each for name, each in adapters.items()})
 

@@ -25,7 +25,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.learned_token import LearnedToken
 from sd_lightning.models.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, is_magnitude, merge, weight_names
+from sd_lightning.models.lora import Lora, adapted_weights, is_adapter, weight_names
 from sd_lightning.quantization.base import original_shape
 from sd_lightning.quantization.layers import Int8Layer, int8_layers
 from sd_lightning.storage import atomic, checkpoint
@@ -74,6 +74,7 @@ def trained_parts(model: AdaptedModel) -> dict[str, Any]:
     lora, learned_token = model.lora, model.learned_token
     parts: dict[str, Any] = {"trainable": "full" if lora is None else "lora"}
     if lora is not None:
+        parts["lora.type"] = lora.type
         parts["lora.rank"] = lora.rank
         parts["lora.alpha"] = lora.effective_alpha
         for key in ("rank_pattern", "alpha_pattern"):
@@ -342,12 +343,9 @@ class _Weights:
 
     def merged(self, network: nn.Module) -> dict[str, StreamedTensor]:
         """Return the weights that have adapters, by live name; adapters are merged when a weight is written."""
-        use_dora = any(map(is_magnitude, self.state))
         return {
-            key: StreamedTensor.of(
-                partial(merge, key, scale, self.read, use_dora=use_dora), source.dtype, tuple(source.shape)
-            )
-            for key, scale in adapted_weights(network).items()
+            key: StreamedTensor.of(partial(merged, self.read), source.dtype, tuple(source.shape))
+            for key, merged in adapted_weights(network).items()
             for source in [self.source(key)]
         }
 

@@ -581,4 +581,7 @@ def test_the_best_checkpoint_is_the_result(folder: Path, capfd: pytest.CaptureFi
         (f"{run} data.val_data_dir=apart callbacks.checkpoint.monitor=val/los", ("expected val/caption_gap or val/l",)),
         (f"{run} {every} data.val_data_dir=apart callbacks.checkpoint.monitor=val/caption_gap", ("are the same",)),
     ):
-        refuse(f"{arguments} max_train_steps=2 output_dir=new", words, folder, capfd)
+        assert call(f"{arguments} max_train_steps=2 output_dir=new") == 2
+        err = capfd.readouterr().err
+        assert all(word in err for word in words), err
+        assert not Path("new").exists(), "before images are encoded and the run is opened"

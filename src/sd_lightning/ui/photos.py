@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -18,14 +19,16 @@ MAX_PHOTOS = 200
 MAX_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+_WRITES = threading.Lock()
 _GLYPH = ("........", ".######.", ".#....#.", ".#.##.#.", ".#.##.#.", ".#....#.", ".######.", "........")
 
 
 def photos(folder: Path) -> list[tuple[str, str]]:
     """Return the names of the photos in a folder, each with its caption."""
     found = sorted(path for path in folder.glob("photo-*") if path.suffix in (".png", ".jpg"))
-    texts = (path.with_suffix(".txt") for path in found)
-    return [(path.name, text.read_text(encoding="utf-8") if text.is_file() else "") for path, text in zip(found, texts)]
+    texts = [path.with_suffix(".txt") for path in found]
+    told = [text.read_text("utf-8", "replace") if text.is_file() else "" for text in texts]
+    return [(path.name, text) for path, text in zip(found, told)]
 
 
 def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str]:
@@ -37,8 +40,6 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
     problems = []
     for name, file in files:
         try:
-            if len(photos(folder)) >= MAX_PHOTOS:
-                raise ValueError(f"there are {MAX_PHOTOS} photos already, which is the most")
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"more than {MAX_PIXELS // 10**6} million pixels")
@@ -52,9 +53,13 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
 
 
 def _write(folder: Path, picture: Image.Image, suffix: str) -> None:
-    last = max((int(name[6:10]) for name, _ in photos(folder)), default=0)
-    with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
-        Image.fromarray(np.asarray(picture)).save(unfinished, {".jpg": "JPEG", ".png": "PNG"}[suffix], quality=95)
+    with _WRITES:
+        names = [name for name, _ in photos(folder)]
+        if len(names) >= MAX_PHOTOS:
+            raise ValueError(f"there are {MAX_PHOTOS} photos already, which is the most")
+        last = max((int(name[6:10]) for name in names), default=0)
+        with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
+            Image.fromarray(np.asarray(picture)).save(unfinished, {".jpg": "JPEG", ".png": "PNG"}[suffix], quality=95)
 
 
 def add_examples(folder: Path, count: int = 5) -> None:

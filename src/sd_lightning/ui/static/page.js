@@ -16,6 +16,13 @@ document.addEventListener("htmx:afterSwap", () => {
   const slider = document.getElementById("slider");
   if (slider && chosen !== null) show(slider, (slider.value = chosen));
 });
+document.addEventListener("htmx:afterRequest", ({ detail }) => {
+  const line = document.getElementById("problem"), place = detail.pathInfo.requestPath.split("?")[0];
+  if (detail.successful && line.dataset.place !== place) return; // Another request may still fail.
+  line.dataset.place = place;
+  const text = detail.successful ? "" : detail.xhr.responseText || "The server does not answer. Is it still there?";
+  if (line.textContent !== text) line.textContent = text;
+});
 for (const type of ["dragover", "dragleave", "drop"])
   document.addEventListener(type, (event) => {
     const form = document.querySelector(".drop");

@@ -16,14 +16,7 @@ from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 from fastapi import Depends, FastAPI, File, Form, HTTPException, Request, UploadFile
-from fastapi.responses import (
-    FileResponse,
-    HTMLResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -90,7 +83,7 @@ class Site:
     def app(self) -> FastAPI:
         """Return the application, without its guard."""
         app = FastAPI(openapi_url=None)
-        app.add_exception_handler(UsageError, lambda _, error: PlainTextResponse(str(error), 409))
+        app.add_exception_handler(UsageError, lambda _, error: Response(str(error), 409, media_type="text/plain"))
         for method, path, answer in (
             ("GET", "/", self.index),
             ("GET", "/new", lambda: RedirectResponse(f"/new/{secrets.token_hex(4)}")),

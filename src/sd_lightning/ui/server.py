@@ -86,15 +86,14 @@ def guarded(app: FastAPI, local_host: str | None, token: str | None) -> FastAPI:
     names = {local_host, "localhost", "127.0.0.1", "[::1]", f"[{local_host}]"}
 
     def refusal(request: Request) -> str | None:
-        headers = request.headers
-        host = headers.get("host", "")
+        headers, host = request.headers, request.headers.get("host", "")
+        changes = request.method not in ("GET", "HEAD")
+        is_own = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+        is_link = headers.get("sec-fetch-mode") == "navigate" and re.fullmatch(READ_ONLY, request.url.path)
         if local_host is not None and host.rpartition(":")[0] not in names and host not in names:
             return f"this page is at {local_host}, and not at {host}"  # a name of others that leads here
-        changes = request.method not in ("GET", "HEAD")
-        is_link = headers.get("sec-fetch-mode") == "navigate" and re.fullmatch(READ_ONLY, request.url.path)
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and (changes or not is_link):
-            return "another site sent this request"
-        if changes and headers.get("origin") not in (f"http://{host}", f"https://{host}"):
+        is_sent = changes and headers.get("origin") not in (f"http://{host}", f"https://{host}")
+        if is_sent or not is_own and (changes or not is_link):
             return "another site sent this request"
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
         if token is not None and not hmac.compare_digest(given.encode(), token.encode()):

@@ -172,6 +172,8 @@ def program_says(monkeypatch: pytest.MonkeyPatch, error: str = "", out: str = "{
 
     def program(name: str, settings: list[str], card: str = "cpu") -> tuple[str, str]:
         called.append([name, *settings])
+        if not error and settings[-1].startswith("output="):
+            Path(settings[-1].split('"')[1]).write_text(out)
         return out, error
 
     monkeypatch.setattr(pages, "program", program)
@@ -248,7 +250,7 @@ def test_messages_of_programs_find_their_fields(site: Site, monkeypatch: pytest.
 def test_a_run_is_shown_stopped_and_resumed(site: Site) -> None:
     visitor = client(site)
     page = visitor.get("/runs/made").text
-    assert "finished, step 40" in page and "<svg" in page and "step-00000040.png" in page
+    assert ">finished</span>, step 40" in page and "<svg" in page and "step-00000040.png" in page
     folder = make_run(site.root / "rex", config=config(), summary=None)
     job = site.queue.add("dreambooth", ["a=1"], "cpu", folder)
     part = visitor.get("/part/state/rex")
@@ -338,9 +340,10 @@ def test_pictures_are_drawn_with_a_run_and_with_what_it_started_from(site: Site)
     }
     assert visitor.post("/try", data=given).headers["hx-redirect"].startswith("/try?run=made&prompts=a+dog")
     before, after = site.queue.jobs()
-    shared = ['prompts=["a dog, or two"]', "seed=3", "quantization=int8"]
-    assert before.settings == ['model.pretrained="some/base"', *shared, f'output_dir="{before.folder}"']
-    assert after.settings == [f'run="{site.root}/made"', "lora_weight=0.5", *shared, f'output_dir="{after.folder}"']
+    shared, int8 = ['prompts=["a dog, or two"]', "seed=3"], "quantization=int8"
+    assert before.settings == ['model.pretrained="some/base"', *shared, int8, f'output_dir="{before.folder}"']
+    own = [f'run="{site.root}/made"', *shared, "lora_weight=0.5", int8, f'output_dir="{after.folder}"']
+    assert after.settings == own
     assert visitor.get("/try").text.count("waits for card cpu") == 2
     assert "is empty" in visitor.post("/try", data={}).text.split('id="run-told"')[1].split("</p>")[0]
     assert "is empty" in visitor.post("/try", data={"run": "made"}).text.split('id="prompts-told"')[1].split("</p>")[0]
@@ -381,8 +384,9 @@ def test_stores_and_their_state(site: Site, tmp_path: Path) -> None:
 
 
 def test_the_planner_is_a_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = client(site).get("/plan?model=sd15&gpu=rtx-3060&gpus=1&trainable=lora")
-    assert "<svg" in answer.text and answer.headers["content-security-policy"].startswith("sandbox")
+    program_says(monkeypatch, out="<svg>")
+    answer = client(site).get("/plan?model=sd15&gpu=rtx-3060")
+    assert answer.text == "<svg>" and answer.headers["content-security-policy"].startswith("sandbox")
     assert not [*site.own.glob("*.html")], "it was sent, and is deleted"
     called = program_says(monkeypatch, "plan got gpus=<2>; expected others")
     shown = client(site).get("/plan?model=sdxl&gpu=rtx-3060&gpus=2&images=").text

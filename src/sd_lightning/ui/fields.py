@@ -84,13 +84,8 @@ def filled(
 ) -> tuple[list[Field], str]:
     """Return fields with values, options and the message, if it names one of them; and the message if it does not."""
     at = named(message, [each.key for each in fields])
-    found = []
-    for each in fields:
-        own: dict[str, Any] = {
-            "value": values.get(each.key, each.value),
-            "options": tuple(options.get(each.key, each.options)),
-        }
-        found.append(replace(each, **own, error=message if each.key == at else ""))
+    found = [replace(each, value=values.get(each.key, each.value), error=message * (each.key == at)) for each in fields]
+    found = [replace(each, options=tuple(options.get(each.key, each.options))) for each in found]
     return found, "" if at else message
 
 

@@ -34,8 +34,6 @@ from sd_lightning.ui.jobs import CPU, Job, Queue, cards, environment
 
 HERE = Path(__file__).parent
 PAGE_STYLE = HERE / "static/page.css"
-_OF_RUN = ("run", "lora_weight")
-"""Settings of a picture that are not for the model before training."""
 FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Of files that a run's folder holds: nothing in them runs or loads."""
 KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
@@ -364,15 +362,14 @@ class Site:
         try:
             if empty := next((key for key in ("run", "prompts") if not values.get(key)), None):
                 raise UsageError(f"{empty}=: is empty; expected a model, and what it shall draw; fill it in")
-            shared = self.settings(fields.PICTURE, values, "card", *_OF_RUN)
-            sides = {"after": self.settings(fields.PICTURE, {key: values.get(key, "") for key in _OF_RUN})}
+            sides = {"after": self.settings(fields.PICTURE, values, "card")}
             base = ShownRun(self.root / values.get("run", "")).base if values.get("before") else None
             if base is not None:
-                base = fields.confined("model.pretrained", base, self.roots)
-                sides = {"before": [fields.setting("model.pretrained", base)], **sides}
-            for side, own in sides.items():
+                own = fields.setting("model.pretrained", fields.confined("model.pretrained", base, self.roots))
+                sides = {"before": [own, *self.settings(fields.PICTURE, values, "card", "run", "lora_weight")], **sides}
+            for side, settings in sides.items():
                 place = fields.setting("output_dir", str(folder / side))
-                self.queue.add("generate", [*own, *shared, place], card, folder / side)
+                self.queue.add("generate", [*settings, place], card, folder / side)
         except UsageError as error:
             shown, message = fields.filled(fields.PICTURE, values, self.options(), str(error))
             return HTMLResponse(self.macro("drawing", shown, message, self.polled("tries")))

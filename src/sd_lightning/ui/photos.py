@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.atomic import new_file, write_whole
@@ -20,7 +20,6 @@ MAX_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 _WRITES = threading.Lock()
-_GLYPH = ("........", ".######.", ".#....#.", ".#.##.#.", ".#.##.#.", ".#....#.", ".######.", "........")
 
 
 def photos(folder: Path) -> list[tuple[str, str]]:
@@ -66,12 +65,12 @@ def add_examples(folder: Path, count: int = 5) -> None:
     """Draw photos of a glyph that the digits model does not know: a square with a dot."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
-    shape = np.array([[14.0 if cell == "#" else 0.0 for cell in row] for row in _GLYPH])
     for _ in range(count):
-        pixels = np.roll(shape, random.integers(-1, 2, 2), (0, 1)) * random.uniform(0.75, 1.1)
-        pixels = (pixels + (pixels > 0) * random.normal(size=(8, 8))).clip(0, 16)
-        grey = Image.fromarray(np.round(pixels * (255 / 16)).astype(np.uint8))
-        _write(folder, grey.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB"), ".png")
+        x, y, grey = (int(random.integers(*bounds)) for bounds in ((0, 3), (0, 3), (160, 250)))
+        image = Image.new("L", (8, 8))
+        ImageDraw.Draw(image).rectangle((x, y, x + 5, y + 5), outline=grey)
+        image.paste(grey, (x + 2, y + 2, x + 4, y + 4))
+        _write(folder, image.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB"), ".png")
 
 
 def write_caption(folder: Path, name: str, caption: str) -> None:

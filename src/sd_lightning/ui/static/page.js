@@ -23,13 +23,3 @@ document.addEventListener("htmx:afterRequest", ({ detail }) => {
   const text = detail.successful ? "" : detail.xhr.responseText || "The server does not answer. Is it still there?";
   if (line.textContent !== text) line.textContent = text;
 });
-for (const type of ["dragover", "dragleave", "drop"])
-  document.addEventListener(type, (event) => {
-    const form = document.querySelector(".drop");
-    if (!form) return;
-    event.preventDefault(); // A browser would open the file instead.
-    form.classList.toggle("over", type === "dragover");
-    if (type !== "drop" || !event.dataTransfer.files.length) return;
-    form.querySelector("input").files = event.dataTransfer.files;
-    htmx.trigger(form, "change");
-  });

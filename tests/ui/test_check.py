@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from composing import Compose
 from glyph import write_photos
+from hub_server import TOKEN, hub_server
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.apps import planning
 from sd_lightning.planner.calibration import hardware
@@ -51,3 +53,15 @@ def test_what_is_not_known_or_wrong_is_said(
     with pytest.raises(UsageError, match="max_train_steps=0"):
         check.run(compose("dreambooth", *settings[:-3], *settings[-3:], "max_train_steps=0"))
     assert not Path(settings[-1].partition("=")[2]).exists(), "a check writes nothing"
+
+
+def test_a_name_that_the_hub_has_is_said_before_the_start(
+    settings: list[str], compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_server() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        hub.repos["me/other"] = {"README.md": b""}
+        with pytest.raises(UsageError, match="push_to_hub=me/other: that repository exists, and is not of this run"):
+            check.run(compose("dreambooth", *settings, "push_to_hub=me/other"))

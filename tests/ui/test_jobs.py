@@ -1,10 +1,12 @@
 """The queue of jobs: one at a time per card, whatever dies."""
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +85,38 @@ def test_a_job_outlives_the_process_that_started_it_and_keeps_its_card(queue: Qu
     assert state(queue, first) == "running" and state(queue, second) == "queued"
     Path(f"{one}.go").touch()
     until(lambda: not queue.is_busy(CPU))
+    queue._started = 0.0
+    until(lambda: state(queue, first) == "ended")  # who looks starts the card's process again
     assert next(each for each in queue.jobs() if each.id == first.id).note == "it was killed"
-    queue.start(CPU)  # as the next server does
     until(two.exists)
     Path(f"{two}.go").touch()
     until(lambda: state(queue, second) == "ended")
+
+
+def test_a_run_whose_waiting_process_was_killed_has_finished_if_it_wrote_its_summary(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "start", lambda card: None)
+    for name, code in (("done", 0), ("killed", None)):
+        (tmp_path / name).mkdir()
+        job = queue.add("fake", [], CPU, tmp_path / name)
+        queue._write(replace(job, state="running"))
+        if code == 0:
+            (tmp_path / name / "summary.json").touch()
+        queue.work(CPU)
+        assert (queue.jobs()[-1].state, queue.jobs()[-1].code) == ("ended", code)
+
+
+def test_a_folder_has_one_open_job_and_damaged_files_are_left_out(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "start", lambda card: None)
+    job = queue.add("fake", [], CPU, tmp_path / "one")
+    with pytest.raises(UsageError, match="output_dir=one: a job writes there already"):
+        queue.add("fake", [], CPU, tmp_path / "one")
+    for number, wrong in enumerate(({"folder": None}, {"card": "a/b"}, {"card": 7}, {"extra": 1})):
+        (queue.folder / f"{number}.json").write_text(json.dumps({**asdict(job), "id": str(number), **wrong}))
+    assert queue.jobs() == [job]
 
 
 def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +135,11 @@ def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypa
 def test_cards_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert jobs.cards() == {CPU: ("CPU", None)}
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, NVIDIA L4, 23034'\necho '1, NVIDIA L4, 23034'\n")
+    tool.write_text(f"#!/bin/sh\necho '0, NVIDIA L4, 23034'\necho '1, NVIDIA L4, [N/A]'\necho $* > {tool}.called")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert jobs.cards() == {
-        "0": ("NVIDIA L4", pytest.approx(24.15, abs=0.01)),
-        "1": ("NVIDIA L4", pytest.approx(24.15, abs=0.01)),
-    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert jobs.cards() == {"0": ("NVIDIA L4", pytest.approx(24.15, abs=0.01)), "1": ("NVIDIA L4", None)}
+    assert "--id=0,1" in Path(f"{tool}.called").read_text(), "others are not ours"
     assert jobs.environment("1")["CUDA_VISIBLE_DEVICES"] == "1"
     assert sys.executable

@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -42,9 +46,9 @@ def client(site: Site, *, host: str | None = "127.0.0.1", token: str | None = No
     return TestClient(app, base_url=HOME, headers={"Origin": HOME, **headers}, follow_redirects=False)
 
 
-def png(size: tuple[int, int] = (8, 8), kind: str = "PNG", **more: Any) -> bytes:
+def png(size: tuple[int, int] = (8, 8), kind: str = "PNG", mode: str = "RGB", **more: Any) -> bytes:
     stream = io.BytesIO()
-    Image.new("RGB", size).save(stream, kind, **more)
+    Image.new(mode, size).save(stream, kind, **more)
     return stream.getvalue()
 
 
@@ -59,6 +63,9 @@ def test_only_this_pages_own_requests_are_answered(site: Site) -> None:
     assert visitor.get("/runs/made", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
     for origin in ("http://evil.example", "null", ""):
         assert visitor.post("/jobs/1/stop", headers={"Origin": origin}).status_code == 403
+    linked = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    for path, code in {"/runs/made": 200, "/try": 200, "/plan": 403, "/compare": 403, "/runs/made/kohya": 403}.items():
+        assert visitor.get(path, headers=linked).status_code == code, path
     assert visitor.post("/jobs/1/stop").status_code == 200
     headers = visitor.get("/").headers
     assert "default-src 'self'" in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
@@ -142,6 +149,21 @@ def test_photos_are_checked_and_written_anew(site: Site, monkeypatch: pytest.Mon
 def test_a_request_that_is_too_large_is_refused_before_it_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_BODY", 100)
     assert "too large" in upload(client(site), ("a.png", png((100, 100))))
+    assert "too large" in client(site).post(f"{DRAFT}/check", content=iter([b"a=1"])).text, "a body of unknown length"
+
+
+def test_a_small_file_of_too_many_pixels_is_refused(site: Site) -> None:
+    file = png((9000, 8000), mode="1")
+    assert len(file) < 50_000 and "more than 64 million pixels" in upload(client(site), ("bomb.png", file))
+
+
+def test_photos_that_are_sent_at_once_are_all_kept(tmp_path: Path) -> None:
+    def send(_: int) -> list[str]:
+        return photos.add_photos(tmp_path, [("a.png", io.BytesIO(png()))] * 5)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(send, range(4))] == [[]] * 4
+    assert len(photos.photos(tmp_path)) == 20
 
 
 def program_says(monkeypatch: pytest.MonkeyPatch, error: str = "", out: str = "{}") -> list[list[str]]:
@@ -150,6 +172,8 @@ def program_says(monkeypatch: pytest.MonkeyPatch, error: str = "", out: str = "{
 
     def program(name: str, settings: list[str], card: str = "cpu") -> tuple[str, str]:
         called.append([name, *settings])
+        if not error and settings[-1].startswith("output="):
+            Path(settings[-1].split('"')[1]).write_text(out)
         return out, error
 
     monkeypatch.setattr(pages, "program", program)
@@ -180,12 +204,22 @@ def test_a_subject_becomes_a_command_line(site: Site, monkeypatch: pytest.Monkey
     assert job.program == "dreambooth" and 'model.pretrained="some/model"' in job.settings
     assert "waits for card cpu" in visitor.get("/runs/rex").text
     assert "a job writes there already" in visitor.post(f"{DRAFT}/start", data=values).text
+    (site.own / "photos/0123abcd/form.json").write_text("[")
+    assert visitor.get(DRAFT).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["犬の写真", "null", "true", "1e5", "1_000", "a, 'b' \"c\" [d]: {e}=$f", "dog"])
+def test_a_text_stays_a_text(text: str) -> None:
+    prompts, prompt = (fields.setting(key, text) for key in ("prompts", "instance_prompt"))
+    assert OverridesParser.create().parse_override(prompts).value() == [text]
+    assert OverridesParser.create().parse_override(prompt).value() == text
 
 
 @pytest.mark.parametrize(
     ("values", "key", "text"),
     [
         ({"output_dir": "../x"}, "output_dir", "expected letters, digits"),
+        ({"output_dir": "made", "init_from": "made"}, "output_dir", "is a run already"),
         ({"card": "7"}, "card", "expected one of cpu"),
         ({"init_from": "/etc"}, "init_from", "nor there in the folders of this page"),
         ({"init_lora": "../other.safetensors"}, "init_lora", "nor there in the folders of this page"),
@@ -201,12 +235,12 @@ def test_a_wrong_value_is_told_beside_its_field(site: Site, values: dict[str, st
 def test_messages_of_programs_find_their_fields(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
         "dreambooth got max_train_steps=0; expected at least 1": "max_train_steps",
-        "trainer.max_steps=x: expected a whole number": "max_train_steps",
+        "data.resolution=x: expected a whole number": "resolution",
         "got init_lora=a.safetensors, adapters of another family; give model.pretrained=<b>": "init_lora",
         "model.pretrained=user/name exists on the hub": "init_from",
         "push_to_hub=user/name: it is there already": "push_to_hub",
         "output_dir=runs/rex holds what no run of sd_lightning wrote": "output_dir",
-        "instance_data_dir=x with no photos in it": None,
+        "dreambooth got instance_data_dir=x with no photos in it: from one the model learns the photo": None,
     }
     for message, key in said.items():
         assert fields.named(message, [each.key for each in fields.SUBJECT]) == key, message
@@ -217,7 +251,7 @@ def test_messages_of_programs_find_their_fields(site: Site, monkeypatch: pytest.
 def test_a_run_is_shown_stopped_and_resumed(site: Site) -> None:
     visitor = client(site)
     page = visitor.get("/runs/made").text
-    assert "finished, step 40" in page and "<svg" in page and "step-00000040.png" in page
+    assert ">finished</span>, step 40" in page and "<svg" in page and "step-00000040.png" in page
     folder = make_run(site.root / "rex", config=config(), summary=None)
     job = site.queue.add("dreambooth", ["a=1"], "cpu", folder)
     part = visitor.get("/part/state/rex")
@@ -228,6 +262,17 @@ def test_a_run_is_shown_stopped_and_resumed(site: Site) -> None:
     assert "cancelled" in visitor.get(f"/part/state/rex?v={tag}").text
     visitor.post("/runs/rex/resume")
     assert site.queue.jobs()[-1].settings == ["a=1", "resume=auto"]
+    assert ">Cancel</button>" in visitor.get("/runs/rex").text
+    twice = visitor.post("/runs/rex/resume")
+    assert twice.status_code == 409 and "a job writes there already" in twice.text
+
+
+def test_a_run_that_a_shell_started_is_followed(site: Site) -> None:
+    folder = make_run(site.root / "rex", config=config(), summary=None)
+    (metrics,) = (folder / "logs").rglob("metrics.csv")
+    assert "running" in (part := client(site).get("/part/state/rex").text) and "every 2s" in part
+    os.utime(metrics, (0, 0))
+    assert "not finished" in (part := client(site).get("/part/state/rex").text) and "every 2s" not in part
 
 
 @pytest.mark.parametrize(
@@ -265,18 +310,24 @@ def test_results_are_downloaded(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     assert b"pipeline/pytorch_lora_weights.safetensors" in visitor.get("/runs/made/pipeline").content
     program_says(monkeypatch, "export got run=<x>")
     assert "export got run=&lt;x&gt;" in visitor.get("/runs/made/kohya").text
-    exported = site.own / "exported/made-40-kohya"
+    lora = site.root / "made/pipeline/pytorch_lora_weights.safetensors"
+    exported = site.own / f"exported/made-{lora.stat().st_mtime_ns}-kohya"
+    exported.mkdir(parents=True)
+    assert "export got run=&lt;x&gt;" in visitor.get("/runs/made/kohya").text, "an export that was killed"
     exported.mkdir(parents=True)
     (exported / "lora.safetensors").write_bytes(b"kohya")
     assert visitor.get("/runs/made/kohya").content == b"kohya"
+    os.utime(lora, ns=(0, 0))
+    assert "export got run=&lt;x&gt;" in visitor.get("/runs/made/kohya").text, "it is of earlier weights"
 
 
-def test_runs_are_compared(site: Site) -> None:
+def test_runs_are_compared(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(site.root / "rex", config=config(batch_size=32), summary={})
     answer = client(site).get("/compare?run=made&run=rex&run=..")
     assert answer.status_code == 200 and "comparison of runs" in answer.text
     assert answer.headers["content-security-policy"].startswith("sandbox")
-    assert "at least two" in client(site).get("/compare?run=made").text
+    program_says(monkeypatch, "compare needs <two> runs")
+    assert "compare needs &lt;two&gt; runs" in client(site).get("/compare?run=made").text
 
 
 def test_pictures_are_drawn_with_a_run_and_with_what_it_started_from(site: Site) -> None:
@@ -291,10 +342,14 @@ def test_pictures_are_drawn_with_a_run_and_with_what_it_started_from(site: Site)
     }
     assert visitor.post("/try", data=given).headers["hx-redirect"].startswith("/try?run=made&prompts=a+dog")
     before, after = site.queue.jobs()
-    shared = ['prompts=["a dog, or two"]', "seed=3", "quantization=int8"]
-    assert before.settings == ['model.pretrained="some/base"', *shared, f'output_dir="{before.folder}"']
-    assert after.settings == [f'run="{site.root}/made"', "lora_weight=0.5", *shared, f'output_dir="{after.folder}"']
+    shared, int8 = ['prompts=["a dog, or two"]', "seed=3"], "quantization=int8"
+    assert before.settings == ['model.pretrained="some/base"', *shared, int8, f'output_dir="{before.folder}"']
+    own = [f'run="{site.root}/made"', *shared, "lora_weight=0.5", int8, f'output_dir="{after.folder}"']
+    assert after.settings == own
     assert visitor.get("/try").text.count("waits for card cpu") == 2
+    assert "is empty" in visitor.post("/try", data={}).text.split('id="run-told"')[1].split("</p>")[0]
+    assert "is empty" in visitor.post("/try", data={"run": "made"}).text.split('id="prompts-told"')[1].split("</p>")[0]
+    assert len(site.queue.jobs()) == 2
     refused = visitor.post("/try", data={**given, "lora": "/etc/passwd"}).text
     assert "nor there in the folders" in refused.split('id="lora-told"')[1].split("</p>")[0]
 
@@ -309,6 +364,10 @@ def test_captions_are_a_job_with_the_users_model(site: Site, tmp_path: Path) -> 
         in visitor.post(f"{DRAFT}/captions", data={"caption_model": str(site.root / "made")}).text
     )
     (job,) = site.queue.jobs()
+    site.queue._write(replace(job, state="ended", code=1, note="no model"))
+    assert "failed: no model" in visitor.get(DRAFT).text
+    (site.own / "photos/0123abcd/photo-0001.txt").write_bytes("é".encode("latin-1"))
+    assert "no model" not in visitor.get(DRAFT).text, "there is nothing left to caption"
     assert (job.program, job.settings) == ("ui.photos", [str(site.own / "photos/0123abcd"), str(site.root / "made")])
 
 
@@ -320,14 +379,21 @@ def test_stores_and_their_state(site: Site, tmp_path: Path) -> None:
     (site.root / "broken/recipes/r.json").write_text("{}")
     shown = client(site).get("/stores").text
     assert "6 samples to train on, 0 held out" in shown and "data.resolution=8" in shown
+    (site.root / "linked").symlink_to(site.root.parent / "secret")
+    (site.root.parent / "secret/recipes").mkdir(parents=True)
+    assert "linked" not in client(site).get("/stores").text
     assert "not complete: run the same precompute again" in shown and "is no recipe of a latent store" in shown
 
 
 def test_the_planner_is_a_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = program_says(monkeypatch, out="strategy  GPU GB\nddp  <9>")
+    program_says(monkeypatch, out="<svg>")
+    answer = client(site).get("/plan?model=sd15&gpu=rtx-3060")
+    assert answer.text == "<svg>" and answer.headers["content-security-policy"].startswith("sandbox")
+    assert not [*site.own.glob("*.html")], "it was sent, and is deleted"
+    called = program_says(monkeypatch, "plan got gpus=<2>; expected others")
     shown = client(site).get("/plan?model=sdxl&gpu=rtx-3060&gpus=2&images=").text
-    assert called == [["plan", "model=sdxl", "gpu=rtx-3060", "gpus=2", f'output="{site.own}/plan.html"']]
-    assert "ddp  &lt;9&gt;" in shown
+    assert called[0][:-1] == ["plan", "model=sdxl", "gpu=rtx-3060", "gpus=2"]
+    assert "plan got gpus=&lt;2&gt;" in shown.split('id="gpus-told"')[1].split("</p>")[0]
     assert "expected plain text" in client(site).get("/plan?model=sdxl&gpu=${x}").text
 
 

@@ -33,12 +33,7 @@ class Field:
     error: str = ""
 
 
-_OTHER_NAMES = {
-    "model.pretrained": "init_from",
-    "trainer.max_steps": "max_train_steps",
-    "optimizer.lr": "learning_rate",
-    "data.resolution": "resolution",
-}
+_OTHER_NAMES = {"model.pretrained": "init_from", "data.resolution": "resolution"}
 """Settings of our programs -> fields that stand for them, too."""
 _AS_PRESET = ("", "as the preset says")
 _YES_NO = (_AS_PRESET, ("true", "yes"), ("false", "no"))
@@ -89,22 +84,15 @@ def filled(
 ) -> tuple[list[Field], str]:
     """Return fields with values, options and the message, if it names one of them; and the message if it does not."""
     at = named(message, [each.key for each in fields])
-    found = []
-    for each in fields:
-        own: dict[str, Any] = {
-            "value": values.get(each.key, each.value),
-            "options": tuple(options.get(each.key, each.options)),
-        }
-        found.append(replace(each, **own, error=message if each.key == at else ""))
+    found = [replace(each, value=values.get(each.key, each.value), error=message * (each.key == at)) for each in fields]
+    found = [replace(each, options=tuple(options.get(each.key, each.options))) for each in found]
     return found, "" if at else message
 
 
 def named(message: str, keys: Sequence[str]) -> str | None:
     """Return the setting of some that a message of our programs names first."""
-    known = {name: key for name, key in _OTHER_NAMES.items() if key in keys} | {key: key for key in keys}
-    places = [(name, re.search(rf"(?<![\w.]){re.escape(name)}\b", message)) for name in known]
-    found = [(place.start(), known[name]) for name, place in places if place]
-    return min(found)[1] if found else None
+    names = re.findall(r"(?<![\w.])([\w.]+)=", message)
+    return next((key for name in names for key in (name, _OTHER_NAMES.get(name)) if key in keys), None)
 
 
 def setting(key: str, value: str) -> str:
@@ -115,12 +103,14 @@ def setting(key: str, value: str) -> str:
     """
     if re.search(r"[\\\x00-\x1f]|\$\{", value):
         raise UsageError(f"{key}={value}: has a backslash, a line break or ${{; expected plain text; leave that out")
-    return f"prompts=[{quoted(value)}]" if key == "prompts" else f"{key}={quoted(value)}"
+    is_plain = "prompt" not in key and re.fullmatch(r"[\w.+-]+", value, re.ASCII)
+    shown = value if is_plain else quoted(value)
+    return f"{key}=[{shown}]" if key == "prompts" else f"{key}={shown}"
 
 
 def quoted(value: str) -> str:
-    """Return a value as Hydra reads it."""
-    return value if re.fullmatch(r"[\w.+-]+", value) else '"' + value.replace('"', '\\"') + '"'
+    """Return a text as Hydra reads it, whatever it looks like."""
+    return '"' + value.replace('"', '\\"') + '"'
 
 
 def confined(key: str, value: str, roots: Sequence[Path]) -> str:
@@ -157,9 +147,6 @@ def _described(group: str, pattern: str = "*") -> list[tuple[str, str]]:
 
 def preset_for(memory_gb: float | None) -> str:
     """Return the preset for a card: of those that fit, the one for the largest."""
-    fitting, there = {0: "dreambooth_tiny"}, 0 if memory_gb is None else memory_gb + 1
-    for name, _ in options()["experiment"]:
-        size = re.fullmatch(r"dreambooth_(?:lora_)?(\d+)gb", name)
-        if size and int(size[1]) <= there:
-            fitting[int(size[1])] = name
-    return fitting[max(fitting)]
+    names = [re.fullmatch(r"dreambooth_(?:lora_)?(\d+)gb", name) for name, _ in options()["experiment"]]
+    fitting = {int(name[1]): name[0] for name in names if name and int(name[1]) <= (memory_gb or 0) + 1}
+    return fitting[max(fitting)] if fitting else "dreambooth_tiny"

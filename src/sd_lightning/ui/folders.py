@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,7 +48,7 @@ class ShownRun:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What its ``config.yaml`` says; empty if there is none."""
-        return _mapping(read_yaml, self.path / "config.yaml")
+        return mapping(read_yaml, self.path / "config.yaml")
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the settings; empty if there is none."""
@@ -57,7 +58,7 @@ class ShownRun:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What it wrote at its end; empty before."""
-        return _mapping(read_json, self.path / "summary.json")
+        return mapping(read_json, self.path / "summary.json")
 
     @property
     def saved(self) -> int:
@@ -94,6 +95,12 @@ class ShownRun:
         found = (re.fullmatch(r"step-(\d{8})\.png", each.name) for each in (self.path / "samples").glob("step-*"))
         return sorted(int(each[1]) for each in found if each)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a process seems to train it, such as one that was started in a shell."""
+        since = time.time() - 60
+        return not self.summary and any(each.stat().st_mtime > since for each in self.path.glob("logs/**/metrics.csv"))
+
     def chart(self) -> str:
         """Return loss and speed as HTML, drawn at most every ten seconds."""
         times = [each.stat().st_mtime for each in (self.path / "logs").rglob("metrics.csv")]
@@ -105,7 +112,7 @@ def _chart(path: Path, time: float, is_finished: bool) -> str:
     return render_charts(_metrics(path), _CHARTS)
 
 
-def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
+def mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
     """Return what a file holds; empty if it is not there, or something else: others may have written it."""
     with suppress(OSError, ValueError):
         found = read(path) if inside(path.parent, path) else None
@@ -127,7 +134,8 @@ def _read(path: Path, size: int) -> dict[str, Any]:
 def stores(roots: Sequence[Path]) -> dict[Path, list[str]]:
     """Return lines about each latent store in some folders: its samples, bytes and recipe, or what is wrong."""
     found: dict[Path, list[str]] = {}
-    for path in (each.parent for root in roots for pattern in ("recipes", "*/recipes") for each in root.glob(pattern)):
+    places = [each for root in roots for pattern in ("recipes", "*/recipes") for each in root.glob(pattern)]
+    for path in (each.parent for each in places if any(inside(root, each) for root in roots)):
         try:
             location = open_location(str(path), key="store")
             for store in (LatentStore(location, recipe) for recipe in recipes(location)):

@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 
 CPU = "cpu"
+_RESULTS = ("summary.json", "*-seed-*.png")
+"""What our programs write at their end."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,15 @@ class Job:
 
 
 def cards() -> dict[str, tuple[str, float | None]]:
-    """Return this machine's GPUs by number, with name and memory in GB, or its CPU; no GPU is touched."""
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        lines = [line.split(", ") for line in out.splitlines() if line]
-        return {index: (name, float(mib) * 2**20 / 1e9) for index, name, mib in lines}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return {CPU: ("CPU", None)}
+    """Return the GPUs that may be used by number, with name and memory in GB, or the CPU; no GPU is touched."""
+    query, visible = ["--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"], "CUDA_VISIBLE_DEVICES"
+    command = ["nvidia-smi", *query, *(f"--id={os.environ[key]}" for key in [visible] if key in os.environ)]
+    found = {}
+    with suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        for index, name, mib in re.findall(r"^(\d+), (.+), (.+)$", out, re.MULTILINE):
+            found[index] = name, int(mib) * 2**20 / 1e9 if mib.isdigit() else None
+    return found or {CPU: ("CPU", None)}
 
 
 def environment(card: str) -> dict[str, str]:
@@ -82,36 +86,44 @@ class Queue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._started = 0.0
 
     def jobs(self) -> list[Job]:
-        """Return all jobs, the oldest first, in the states that they are in."""
+        """Return all jobs, the oldest first; a card whose process was killed gets a new one."""
+        found = self._jobs()
+        idle = {each.card for each in found if each.is_open and not self.is_busy(each.card)}
+        if idle and time.monotonic() > self._started + 10:  # one that begins needs a moment
+            for card in idle:
+                self.start(card)
+        return found
+
+    def _jobs(self) -> list[Job]:
         found: list[Job] = []
         for path in sorted(self.folder.glob("[0-9]*.json")):
-            with suppress(OSError, ValueError, TypeError):
-                job = Job(**read_json(path))
-                found += [job] * (job.id == path.stem)  # no copy of another job's file
-        lost = {each.card for each in found if each.state == "running" and not self.is_busy(each.card)}
-        return [self._lost(each) if each.state == "running" and each.card in lost else each for each in found]
-
-    def _lost(self, job: Job) -> Job:
-        now = Job(**read_json(self.folder / f"{job.id}.json"))  # it may have ended just now
-        return replace(now, state="ended", note="it was killed") if now.state == "running" else now
+            with suppress(OSError, ValueError, TypeError, AttributeError):
+                job = Job(**read_json(path))  # its words become parts of paths
+                found += [job] * (job.id == path.stem and job.card.isalnum() and Path(job.folder).is_absolute())
+        return found
 
     def add(self, program: str, settings: Sequence[str], card: str, folder: Path) -> Job:
         """Append a job, and start the card's process.
 
         Raises:
-            UsageError: There is no such card.
+            UsageError: There is no such card, or an open job writes the folder.
         """
         environment(card)
         name = f"{time.time_ns() // 1000}-{secrets.token_hex(3)}"
         job = Job(name, program, list(settings), card, str(folder))
-        self._write(job)
+        with self.locked("changes", patience=math.inf):
+            if any(each.is_open and each.folder == job.folder for each in self._jobs()):
+                raise UsageError(f"output_dir={folder.name}: a job writes there already; wait, or choose another name")
+            self._write(job)
         self.start(card)
         return job
 
     def start(self, card: str) -> None:
         """Start the card's process; if there is one, the new one ends at once."""
+        self._started = time.monotonic()
         command = [sys.executable, "-m", "sd_lightning.ui.jobs", str(self.folder), card]
         with open(self.folder / "runner.log", "ab") as log:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -119,7 +131,7 @@ class Queue:
     def stop(self, job_id: str) -> None:
         """Cancel a job that waits; send one that runs the signal at which a run saves and ends."""
         with self.locked("changes", patience=math.inf):
-            for job in self.jobs():
+            for job in self._jobs():
                 if job.id == job_id and job.state == "queued":
                     self._write(replace(job, state="cancelled"))
                 elif job.id == job_id and job.state == "running":
@@ -133,18 +145,18 @@ class Queue:
 
     def work(self, card: str) -> None:
         """Run the jobs of a card until none waits, unless another process does."""
-        while self._next(card):
+        while any(each.is_open and each.card == card for each in self._jobs()):
             with self.locked(f"card-{card}", patience=1) as lock:  # others look at it for an instant
                 if lock is None:
                     return  # that process looks again after it has given the lock back
-                for job in self.jobs():  # nobody else runs any
-                    if job.card == card and job.state == "running":
-                        self._write(replace(job, state="ended", note="it was killed"))
-                while (job_id := self._next(card)) is not None:
-                    self._run(job_id, lock)
-
-    def _next(self, card: str) -> str | None:
-        return next((each.id for each in self.jobs() if each.state == "queued" and each.card == card), None)
+                while job := next((each for each in self._jobs() if each.is_open and each.card == card), None):
+                    if job.state == "queued":
+                        self._run(job.id, lock)
+                    else:  # the process that waited for it was killed
+                        begin = (self.folder / f"{job.id}.json").stat().st_mtime
+                        files = [file for name in _RESULTS for file in Path(job.folder).glob(name)]
+                        code = 0 if any(file.stat().st_mtime >= begin for file in files) else None
+                        self._write(replace(job, state="ended", code=code, note="it was killed"))
 
     def _run(self, job_id: str, lock: int) -> None:
         with self.locked("changes", patience=math.inf):

@@ -6,9 +6,11 @@ import hashlib
 import json
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -18,6 +20,7 @@ from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Resp
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from starlette.background import BackgroundTask
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.pictures import settings_of
@@ -26,13 +29,11 @@ from sd_lightning.report.document import style
 from sd_lightning.storage.atomic import write_whole
 from sd_lightning.storage.untrusted import read_json
 from sd_lightning.ui import fields, photos
-from sd_lightning.ui.folders import ShownRun, children, inside, stores
-from sd_lightning.ui.jobs import Job, Queue, cards, environment
+from sd_lightning.ui.folders import ShownRun, children, inside, mapping, stores
+from sd_lightning.ui.jobs import CPU, Job, Queue, cards, environment
 
 HERE = Path(__file__).parent
 PAGE_STYLE = HERE / "static/page.css"
-_OF_RUN = ("run", "lora_weight")
-"""Settings of a picture that are not for the model before training."""
 FILE_POLICY = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Of files that a run's folder holds: nothing in them runs or loads."""
 KINDS = ("queue", "photos", "state", "samples", "curves", "tries")
@@ -47,7 +48,7 @@ async def _posted(request: Request) -> dict[str, str]:
 Values = Annotated[dict[str, str], Depends(_posted)]
 
 
-def program(name: str, settings: Sequence[str], card: str = "cpu") -> tuple[str, str]:
+def program(name: str, settings: Sequence[str], card: str = CPU) -> tuple[str, str]:
     """Run one of our programs; return what it printed, and its error, "" if it succeeded."""
     command = [sys.executable, "-m", f"sd_lightning.{name}", *settings]
     try:
@@ -80,6 +81,7 @@ class Site:
     def app(self) -> FastAPI:
         """Return the application, without its guard."""
         app = FastAPI(openapi_url=None)
+        app.add_exception_handler(UsageError, lambda _, error: Response(str(error), 409, media_type="text/plain"))
         for method, path, answer in (
             ("GET", "/", self.index),
             ("GET", "/new", lambda: RedirectResponse(f"/new/{secrets.token_hex(4)}")),
@@ -168,8 +170,7 @@ class Site:
         return self.own / "photos" / draft if re.fullmatch("[0-9a-f]{8}", draft) else _missing()
 
     def subject(self, draft: str) -> HTMLResponse:
-        saved = self.draft(draft) / "form.json"
-        form = self.form(draft, read_json(saved) if saved.is_file() else {})
+        form = self.form(draft, mapping(read_json, self.draft(draft) / "form.json"))
         return self.page("New subject", "new", draft, self.polled("photos", draft), form)
 
     def options(self) -> dict[str, list[tuple[str, str]]]:
@@ -179,9 +180,9 @@ class Site:
         return {"init_from": shown, "run": shown, "card": there, **fields.options()}
 
     def form(self, draft: str, values: Mapping[str, str], message: str = "", told: Any = None) -> Markup:
-        options, (_, memory) = self.options(), next(iter(cards().values()))
+        options, (card, (_, memory)) = self.options(), next(iter(cards().items()))
         start = {"experiment": fields.preset_for(memory)}
-        if memory is None:  # what a newcomer without photos and without a GPU can do
+        if card == CPU:  # what a newcomer without photos and without a GPU can do
             base = next((name for name, _ in options["init_from"]), "")
             start |= {"instance_prompt": "a handwritten sks digit", "init_from": base}
         shown, message = fields.filled(fields.SUBJECT, {**start, **values}, options, message)
@@ -189,10 +190,11 @@ class Site:
 
     def _photos(self, draft: str, problems: Sequence[str] = ()) -> tuple[Markup, bool]:
         folder = self.draft(draft)
-        jobs = [job for job in self.jobs_of(folder) if job.is_open or job.code != 0][-1:]
-        moves = any(job.is_open for job in jobs)
-        told = [*problems, *(self.status(job) for job in jobs if not moves)]
-        return self.macro("photos", draft, photos.photos(folder), told, moves), moves
+        shown, last = photos.photos(folder), self.jobs_of(folder)[-1:]
+        moves = any(job.is_open for job in last)
+        is_done = moves or all(caption for _, caption in shown)
+        told = [*problems, *(self.status(job) for job in last if job.code != 0 and not is_done)]
+        return self.macro("photos", draft, shown, told, moves), moves
 
     def add_photos(
         self,
@@ -210,7 +212,7 @@ class Site:
         folder = self.draft(draft)
         if name not in dict(photos.photos(folder)):
             _missing()
-        photos.write_caption(folder, name, values.get("caption", ""))
+        photos.write_caption(folder, name, "" if values.get("remove") else values.get("caption", ""))
         if values.get("remove"):
             (folder / name).unlink()
         return HTMLResponse(self.polled("photos", draft))
@@ -218,11 +220,8 @@ class Site:
     def caption(self, draft: str, values: Values) -> HTMLResponse:
         """Caption the photos in a job."""
         folder = self.draft(draft)
-        try:
-            model = fields.confined("caption_model", values.get("caption_model", ""), self.roots)
-            self.queue.add("ui.photos", [str(folder), model], next(iter(cards())), folder)
-        except UsageError as error:
-            return HTMLResponse(self.polled("photos", draft, [str(error)]))
+        model = fields.confined("caption_model", values.get("caption_model", ""), self.roots)
+        self.queue.add("ui.photos", [str(folder), model], next(iter(cards())), folder)
         return HTMLResponse(self.polled("photos", draft))
 
     def check(self, draft: str, action: str, values: Values) -> Response:
@@ -251,8 +250,8 @@ class Site:
         name = values.get("output_dir", "")
         if not re.fullmatch(r"\w[\w.-]{0,63}", name, re.ASCII):
             raise UsageError(f"output_dir={name}: expected letters, digits, - and _; write output_dir=my-subject")
-        if any(job.is_open for job in self.jobs_of(self.root / name)):
-            raise UsageError(f"output_dir={name}: a job writes there already; choose another name")
+        if name in children(self.root) and ShownRun(self.root / name).has_pipeline:
+            raise UsageError(f"output_dir={name}: is a run already; write output_dir={name}-2, or resume that")
         places = {"instance_data_dir": str(folder), "output_dir": str(self.root / name)}
         own = [fields.setting(key, value) for key, value in places.items()]
         return own + self.settings(fields.SUBJECT, values, "output_dir", "card")
@@ -286,7 +285,7 @@ class Site:
     def _state(self, name: str) -> tuple[Markup, bool]:
         run = self.shown(name)
         job = self.job_of(run)
-        moves = job is not None and job.is_open
+        moves = job.is_open if job is not None else run.is_written
         line = problem_in(self.read_log(job)) if job is not None and moves else ""
         return self.macro("state", run, job, moves, line), moves
 
@@ -309,11 +308,12 @@ class Site:
             return StreamingResponse(packed.stdout or (), media_type="application/x-tar", headers=headers)
         file = run.lora if part in ("diffusers", "kohya", "comfyui") else None
         if file is not None and part != "diffusers":
-            out = self.own / "exported" / f"{name}-{run.steps[0]}-{part}"
-            wanted = {"run": str(run.path), "format": part, "output_dir": str(out)}
-            error = "" if out.is_dir() else program("export", [fields.setting(*each) for each in wanted.items()])[1]
-            if error:
-                return self.page("Export", "message", error)
+            out = self.own / "exported" / f"{name}-{file.stat().st_mtime_ns}-{part}"
+            if not any(out.glob("*.safetensors")):
+                shutil.rmtree(out, ignore_errors=True)  # of an export that was killed
+                wanted = {"run": str(run.path), "format": part, "output_dir": str(out)}
+                if error := program("export", [fields.setting(*each) for each in wanted.items()])[1]:
+                    return self.page("Export", "message", error)
             file = next(out.glob("*.safetensors"), None)
         return FileResponse(file or _missing(), filename=f"{name}-{part}.safetensors")
 
@@ -324,11 +324,16 @@ class Site:
         return Response(headers={"HX-Refresh": "true"})
 
     def compare(self, request: Request) -> Response:
-        known, out = children(self.root), self.own / "compare.html"
-        names = request.query_params.getlist("run")
+        known, names = children(self.root), request.query_params.getlist("run")
         paths = [fields.quoted(str(known[name])) for name in names if name in known]
-        _, error = program("compare", [f"runs=[{','.join(paths)}]", fields.setting("output", str(out))])
-        return self.page("Compare", "message", error) if error else _sandboxed(out)
+        out, error = self.written("compare", f"runs=[{','.join(paths)}]")
+        return out or self.page("Compare", "message", error)
+
+    def written(self, name: str, *settings: str) -> tuple[Response | None, str]:
+        """Return the page that a program writes, or its error."""
+        path = self.own / f"{name}-{secrets.token_hex(4)}.html"
+        _, error = program(name, [*settings, fields.setting("output", str(path))])
+        return None if error else _sandboxed(path, BackgroundTask(path.unlink)), error
 
     # Pictures.
 
@@ -342,50 +347,50 @@ class Site:
 
     def _tries(self, _: str) -> tuple[Markup, bool]:
         """Return the pictures that were drawn here, the newest first, with their settings or what went wrong."""
-        jobs = {Path(job.folder): job for job in self.queue.jobs() if job.program == "generate"}
-        tries: list[list[Any]] = []
-        for folder in dict.fromkeys(path.parent for path in [*jobs][::-1]):
-            tries.append([])
-            for place in (folder / side for side in ("before", "after") if folder / side in jobs):
-                file = next(place.glob("*-seed-*.png"), None)
-                drawn = None if file is None else (file.relative_to(self.root), settings_of(file))
-                tries[-1].append((place.name, jobs[place], drawn))
-        return self.macro("tries", tries[:20]), any(job.is_open for job in jobs.values())
+        jobs = [job for job in self.queue.jobs() if job.program == "generate"]
+        tries = [[*map(self._drawn, group)] for _, group in groupby(jobs, lambda job: Path(job.folder).parent)]
+        return self.macro("tries", tries[:-21:-1]), any(job.is_open for job in jobs)
+
+    def _drawn(self, job: Job) -> tuple[Job, str, str, dict[str, Any]]:
+        place = Path(job.folder)
+        file = next((file for file in place.glob("*-seed-*.png") if inside(self.root, file)), None)
+        return job, place.name, str(file.relative_to(self.root)) if file else "", settings_of(file) if file else {}
 
     def start_drawing(self, values: Values) -> Response:
         """Draw with a run, and with what it started from if that is asked for: two jobs."""
         card, folder = values.get("card") or next(iter(cards())), self.own / "pictures" / secrets.token_hex(4)
         try:
-            shared = self.settings(fields.PICTURE, values, "card", *_OF_RUN)
-            sides = {"after": self.settings(fields.PICTURE, {key: values.get(key, "") for key in _OF_RUN})}
+            if empty := next((key for key in ("run", "prompts") if not values.get(key)), None):
+                raise UsageError(f"{empty}=: is empty; expected a model, and what it shall draw; fill it in")
+            sides = {"after": self.settings(fields.PICTURE, values, "card")}
             base = ShownRun(self.root / values.get("run", "")).base if values.get("before") else None
             if base is not None:
-                base = fields.confined("model.pretrained", base, self.roots)
-                sides = {"before": [fields.setting("model.pretrained", base)], **sides}
-            for side, own in sides.items():
+                own = fields.setting("model.pretrained", fields.confined("model.pretrained", base, self.roots))
+                sides = {"before": [own, *self.settings(fields.PICTURE, values, "card", "run", "lora_weight")], **sides}
+            for side, settings in sides.items():
                 place = fields.setting("output_dir", str(folder / side))
-                self.queue.add("generate", [*own, *shared, place], card, folder / side)
+                self.queue.add("generate", [*settings, place], card, folder / side)
         except UsageError as error:
             shown, message = fields.filled(fields.PICTURE, values, self.options(), str(error))
             return HTMLResponse(self.macro("drawing", shown, message, self.polled("tries")))
         return Response(headers={"HX-Redirect": f"/try?{urlencode(values)}"})
 
     def plan(self, request: Request) -> Response:
-        """Return the planner's table for a form, or its page with charts."""
-        values, out, text, error = dict(request.query_params), self.own / "plan.html", "", ""
-        if "charts" in values and out.is_file():
-            return _sandboxed(out)
+        """Return the planner's form, or its page."""
+        values, error = dict(request.query_params), ""
         if values.get("model"):
             try:
-                text, error = program("plan", [*self.settings(fields.PLAN, values), fields.setting("output", str(out))])
+                out, error = self.written("plan", *self.settings(fields.PLAN, values))
+                if out is not None:
+                    return out
             except UsageError as refused:
                 error = str(refused)
-        shown, error = fields.filled(fields.PLAN, {"model": "sdxl", **values}, self.options(), error)
-        return self.page("Plan", "plan", shown, error, text)
+        form = fields.filled(fields.PLAN, {"model": "sdxl", **values}, self.options(), error)
+        return self.page("Plan", "plan", *form)
 
 
-def _sandboxed(path: Path) -> FileResponse:
-    return FileResponse(path, headers={"Content-Security-Policy": FILE_POLICY}, media_type="text/html")
+def _sandboxed(path: Path, after: BackgroundTask | None = None) -> Response:
+    return FileResponse(path, 200, {"Content-Security-Policy": FILE_POLICY}, "text/html", after)
 
 
 def _missing() -> Any:

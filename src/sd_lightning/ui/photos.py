@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.atomic import new_file, write_whole
@@ -18,14 +19,15 @@ MAX_PHOTOS = 200
 MAX_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-_GLYPH = ("........", ".######.", ".#....#.", ".#.##.#.", ".#.##.#.", ".#....#.", ".######.", "........")
+_WRITES = threading.Lock()
 
 
 def photos(folder: Path) -> list[tuple[str, str]]:
     """Return the names of the photos in a folder, each with its caption."""
     found = sorted(path for path in folder.glob("photo-*") if path.suffix in (".png", ".jpg"))
-    texts = (path.with_suffix(".txt") for path in found)
-    return [(path.name, text.read_text(encoding="utf-8") if text.is_file() else "") for path, text in zip(found, texts)]
+    texts = [path.with_suffix(".txt") for path in found]
+    told = [text.read_text("utf-8", "replace") if text.is_file() else "" for text in texts]
+    return [(path.name, text) for path, text in zip(found, told)]
 
 
 def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str]:
@@ -37,8 +39,6 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
     problems = []
     for name, file in files:
         try:
-            if len(photos(folder)) >= MAX_PHOTOS:
-                raise ValueError(f"there are {MAX_PHOTOS} photos already, which is the most")
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"more than {MAX_PIXELS // 10**6} million pixels")
@@ -52,21 +52,25 @@ def add_photos(folder: Path, files: Sequence[tuple[str, IO[bytes]]]) -> list[str
 
 
 def _write(folder: Path, picture: Image.Image, suffix: str) -> None:
-    last = max((int(name[6:10]) for name, _ in photos(folder)), default=0)
-    with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
-        Image.fromarray(np.asarray(picture)).save(unfinished, {".jpg": "JPEG", ".png": "PNG"}[suffix], quality=95)
+    with _WRITES:
+        names = [name for name, _ in photos(folder)]
+        if len(names) >= MAX_PHOTOS:
+            raise ValueError(f"there are {MAX_PHOTOS} photos already, which is the most")
+        last = max((int(name[6:10]) for name in names), default=0)
+        with new_file(folder / f"photo-{last + 1:04d}{suffix}") as unfinished:
+            Image.fromarray(np.asarray(picture)).save(unfinished, {".jpg": "JPEG", ".png": "PNG"}[suffix], quality=95)
 
 
 def add_examples(folder: Path, count: int = 5) -> None:
     """Draw photos of a glyph that the digits model does not know: a square with a dot."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
-    shape = np.array([[14.0 if cell == "#" else 0.0 for cell in row] for row in _GLYPH])
     for _ in range(count):
-        pixels = np.roll(shape, random.integers(-1, 2, 2), (0, 1)) * random.uniform(0.75, 1.1)
-        pixels = (pixels + (pixels > 0) * random.normal(size=(8, 8))).clip(0, 16)
-        grey = Image.fromarray(np.round(pixels * (255 / 16)).astype(np.uint8))
-        _write(folder, grey.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB"), ".png")
+        x, y, grey = (int(random.integers(*bounds)) for bounds in ((0, 3), (0, 3), (160, 250)))
+        image = Image.new("L", (8, 8))
+        ImageDraw.Draw(image).rectangle((x, y, x + 5, y + 5), outline=grey)
+        image.paste(grey, (x + 2, y + 2, x + 4, y + 4))
+        _write(folder, image.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB"), ".png")
 
 
 def write_caption(folder: Path, name: str, caption: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 COOKIE = "sd_lightning_token"
 MAX_BODY = 512 * 2**20
 """Most bytes of a request: photos of one upload together."""
+READ_ONLY = r"/|/(new|runs|try|stores)(/[^/]*)?"
+"""Pages to which other sites may link: they start no program."""
 PAGE_POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 
 
@@ -40,17 +43,14 @@ def run(cfg: DictConfig) -> int:
     is_local = host in ("localhost", "::1") or host.startswith("127.")
     token = cfg.token or (None if is_local else secrets.token_urlsafe(18))
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    listening, site = (
-        listen(host, port),
-        Site(Path(cfg.runs).absolute(), [Path(each).absolute() for each in cfg.folders]),
-    )
+    listening, folders = listen(host, port), [Path(each).absolute() for each in cfg.folders]
+    site = Site(Path(cfg.runs).absolute(), folders)
     with site.queue.locked("server") as lock:
         if lock is None:
             raise UsageError(
                 f"ui got runs={cfg.runs}, which another server shows; end that, or give another runs=<folder>"
             )
-        for card in {job.card for job in site.queue.jobs() if job.state == "queued"}:
-            site.queue.start(card)  # its process was killed
+        site.queue.jobs()  # goes on with those that wait
         query = f"?token={token}" if token else ""
         print(f"open http://{name}:{port}/{query}   (Ctrl-C ends the page; what it has started goes on)", flush=True)
         app = guarded(site.app(), host if is_local else None, token)
@@ -86,19 +86,20 @@ def guarded(app: FastAPI, local_host: str | None, token: str | None) -> FastAPI:
     names = {local_host, "localhost", "127.0.0.1", "[::1]", f"[{local_host}]"}
 
     def refusal(request: Request) -> str | None:
-        headers = request.headers
-        host = headers.get("host", "")
+        headers, host = request.headers, request.headers.get("host", "")
+        changes = request.method not in ("GET", "HEAD")
+        is_own = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+        is_link = headers.get("sec-fetch-mode") == "navigate" and re.fullmatch(READ_ONLY, request.url.path)
         if local_host is not None and host.rpartition(":")[0] not in names and host not in names:
             return f"this page is at {local_host}, and not at {host}"  # a name of others that leads here
-        changes = request.method not in ("GET", "HEAD")
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and request.url.path != "/":
-            return "another site sent this request"
-        if changes and headers.get("origin") not in (f"http://{host}", f"https://{host}"):
+        is_sent = changes and headers.get("origin") not in (f"http://{host}", f"https://{host}")
+        if is_sent or not is_own and (changes or not is_link):
             return "another site sent this request"
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
         if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
             return "the token is missing or wrong: open the address that the server has printed"
-        if changes and not 0 <= int(headers.get("content-length", -1)) <= MAX_BODY:
+        has_end = "transfer-encoding" not in headers
+        if changes and not (has_end and 0 <= int(headers.get("content-length", -1)) <= MAX_BODY):
             return f"too large: at most {MAX_BODY // 2**20} MB at once"
         return None
 

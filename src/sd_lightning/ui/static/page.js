@@ -16,13 +16,10 @@ document.addEventListener("htmx:afterSwap", () => {
   const slider = document.getElementById("slider");
   if (slider && chosen !== null) show(slider, (slider.value = chosen));
 });
-for (const type of ["dragover", "dragleave", "drop"])
-  document.addEventListener(type, (event) => {
-    const form = document.querySelector(".drop");
-    if (!form) return;
-    event.preventDefault(); // A browser would open the file instead.
-    form.classList.toggle("over", type === "dragover");
-    if (type !== "drop" || !event.dataTransfer.files.length) return;
-    form.querySelector("input").files = event.dataTransfer.files;
-    htmx.trigger(form, "change");
-  });
+document.addEventListener("htmx:afterRequest", ({ detail }) => {
+  const line = document.getElementById("problem"), place = detail.pathInfo.requestPath.split("?")[0];
+  if (detail.successful && line.dataset.place !== place) return; // Another request may still fail.
+  line.dataset.place = place;
+  const text = detail.successful ? "" : detail.xhr.responseText || "The server does not answer. Is it still there?";
+  if (line.textContent !== text) line.textContent = text;
+});

@@ -58,8 +58,9 @@ class Job:
 
 def cards() -> dict[str, tuple[str, float | None]]:
     """Return the GPUs that may be used by number, with name and memory in GB, or the CPU; no GPU is touched."""
-    query, visible = ["--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"], "CUDA_VISIBLE_DEVICES"
-    command = ["nvidia-smi", *query, *(f"--id={os.environ[key]}" for key in [visible] if key in os.environ)]
+    command = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    if (allowed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:  # by a scheduler, for instance
+        command.append(f"--id={allowed}")
     found = {}
     with suppress(OSError, subprocess.SubprocessError):
         out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -167,7 +167,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
             "max_train_steps": "200",
             "data.batch_size": "2",
             "with_prior_preservation": "false",
-            "callbacks.samples.every_n_steps": "40",
+            "callbacks.samples.every_n_steps": "100",
         }.items():
             visitor.fill(key, value)
         visitor.press("Check and predict")
@@ -189,7 +189,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor.wait(lambda: "finished, step 200 of 200" in visitor.text())
         slider = visitor.find("#slider")
         slider.send_keys(Keys.HOME)
-        assert visitor.find("figure img").get_attribute("alt") == "Samples after 40 steps"
+        assert visitor.find("figure img").get_attribute("alt") == "Samples after 100 steps"
         visitor.wait(lambda: visitor.count(".charts svg"))
         visitor.check()
 

@@ -135,7 +135,7 @@ class Queue:
             for job in self._jobs():
                 if job.id == job_id and job.state == "queued":
                     self._write(replace(job, state="cancelled"))
-                elif job.id == job_id and job.state == "running":
+                elif job.id == job_id and job.state == "running" and self.is_busy(job.card):
                     with suppress(ProcessLookupError):
                         os.kill(job.pid, signal.SIGTERM)
 
@@ -165,14 +165,13 @@ class Queue:
             if job.state != "queued":
                 return
             try:
-                own = environment(job.card)
-            except UsageError as error:
+                command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
+                with open(self.log(job), "ab") as log:
+                    how = {"env": environment(job.card), "pass_fds": [lock], "start_new_session": True}
+                    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
+            except (UsageError, OSError, TypeError, ValueError) as error:  # no card, or settings that are too long
                 self._write(replace(job, state="ended", note=str(error)))
                 return
-            command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
-            with open(self.log(job), "ab") as log:
-                how = {"env": own, "pass_fds": [lock], "start_new_session": True}
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
             job = replace(job, state="running", pid=process.pid)
             self._write(job)
         self._write(replace(job, state="ended", code=process.wait()))

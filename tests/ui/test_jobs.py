@@ -130,6 +130,9 @@ def test_a_job_whose_card_is_gone_says_so(queue: Queue, tmp_path: Path, monkeypa
     (queue.folder / "1.json").write_text((queue.folder / f"{job.id}.json").read_text())
     (ended,) = queue.jobs()
     assert ended.id == job.id and ended.state == "ended" and "card=3 is not there; expected one of cpu" in ended.note
+    queue.add("fake", ["x" * 200_000], CPU, tmp_path)
+    queue.work(CPU)
+    assert queue.jobs()[-1].state == "ended" and "too long" in queue.jobs()[-1].note
 
 
 def test_cards_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ class Job:
 
 def cards() -> dict[str, tuple[str, float | None]]:
     """Return the GPUs that may be used by number, with name and memory in GB, or the CPU; no GPU is touched."""
-    query, visible = ["--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"], "CUDA_VISIBLE_DEVICES"
-    command = ["nvidia-smi", *query, *(f"--id={os.environ[key]}" for key in [visible] if key in os.environ)]
+    command = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    if (allowed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:  # by a scheduler, for instance
+        command.append(f"--id={allowed}")
     found = {}
     with suppress(OSError, subprocess.SubprocessError):
         out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -134,7 +135,7 @@ class Queue:
             for job in self._jobs():
                 if job.id == job_id and job.state == "queued":
                     self._write(replace(job, state="cancelled"))
-                elif job.id == job_id and job.state == "running":
+                elif job.id == job_id and job.state == "running" and self.is_busy(job.card):
                     with suppress(ProcessLookupError):
                         os.kill(job.pid, signal.SIGTERM)
 
@@ -164,14 +165,13 @@ class Queue:
             if job.state != "queued":
                 return
             try:
-                own = environment(job.card)
-            except UsageError as error:
+                command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
+                with open(self.log(job), "ab") as log:
+                    how = {"env": environment(job.card), "pass_fds": [lock], "start_new_session": True}
+                    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
+            except (UsageError, OSError, TypeError, ValueError) as error:  # no card, or settings that are too long
                 self._write(replace(job, state="ended", note=str(error)))
                 return
-            command = [sys.executable, "-m", f"sd_lightning.{job.program}", *job.settings]
-            with open(self.log(job), "ab") as log:
-                how = {"env": own, "pass_fds": [lock], "start_new_session": True}
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
             job = replace(job, state="running", pid=process.pid)
             self._write(job)
         self._write(replace(job, state="ended", code=process.wait()))

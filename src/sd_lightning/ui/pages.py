@@ -20,7 +20,6 @@ from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Resp
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from starlette.background import BackgroundTask
 
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.pictures import settings_of
@@ -333,7 +332,9 @@ class Site:
         """Return the page that a program writes, or its error."""
         path = self.own / f"{name}-{secrets.token_hex(4)}.html"
         _, error = program(name, [*settings, fields.setting("output", str(path))])
-        return None if error else _sandboxed(path, BackgroundTask(path.unlink)), error
+        page = None if error else _sandboxed(path)
+        path.unlink(missing_ok=True)
+        return page, error
 
     # Pictures.
 
@@ -389,8 +390,8 @@ class Site:
         return self.page("Plan", "plan", *form)
 
 
-def _sandboxed(path: Path, after: BackgroundTask | None = None) -> Response:
-    return FileResponse(path, 200, {"Content-Security-Policy": FILE_POLICY}, "text/html", after)
+def _sandboxed(path: Path) -> Response:
+    return HTMLResponse(path.read_bytes(), headers={"Content-Security-Policy": FILE_POLICY})
 
 
 def _missing() -> Any:

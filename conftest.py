@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -215,6 +216,14 @@ def no_trace_of_a_launcher() -> Iterator[None]:
         from lightning.pytorch.utilities import rank_zero_only
 
         rank_zero_only.rank = 0
+
+
+@pytest.fixture(autouse=True)
+def own_sigterm() -> Iterator[None]:
+    """Give SIGTERM its handler back: Ray leaves one that ends the process, in tests of other files, too."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

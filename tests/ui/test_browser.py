@@ -164,10 +164,10 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         for key, value in {
             "output_dir": "glyph",
             "learning_rate": "-1",
-            "max_train_steps": "200",
+            "max_train_steps": "500",
             "data.batch_size": "2",
             "with_prior_preservation": "false",
-            "callbacks.samples.every_n_steps": "100",
+            "callbacks.samples.every_n_steps": "250",
         }.items():
             visitor.fill(key, value)
         visitor.press("Check and predict")
@@ -177,7 +177,7 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor.press("Start")
 
         visitor.wait(lambda: visitor.driver.current_url.endswith("/runs/glyph"))
-        visitor.wait(lambda: visitor.count("#slider") and "running, step" in visitor.text())
+        visitor.wait(lambda: "running, step" in visitor.text())
         server.kill()
         assert not (folder / "runs/glyph/summary.json").exists(), "in the middle of the run"
         visitor.wait(lambda: "The server does not answer" in visitor.find("#problem").text)
@@ -186,10 +186,10 @@ def test_a_subject_is_taught_from_upload_to_drawn_picture(folder: Path) -> None:
         visitor = Visitor(server.url)
         visitor.open("/")
         visitor.driver.find_element(By.CSS_SELECTOR, "h2 a[href='/runs/glyph']").click()
-        visitor.wait(lambda: "finished, step 200 of 200" in visitor.text())
+        visitor.wait(lambda: "finished, step 500 of 500" in visitor.text(), 300)
         slider = visitor.find("#slider")
         slider.send_keys(Keys.HOME)
-        assert visitor.find("figure img").get_attribute("alt") == "Samples after 100 steps"
+        assert visitor.find("figure img").get_attribute("alt") == "Samples after 250 steps"
         visitor.wait(lambda: visitor.count(".charts svg"))
         visitor.check()
 

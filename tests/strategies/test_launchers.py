@@ -149,6 +149,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000
             dist.DistStoreError("Timed out after 9 seconds"),
             r"^rank 1 waited 1800 s at .* for all 2 processes \(Timed out",
         ),
+        (dist.DistNetworkError("port: 1, code: -98, name: EADDRINUSE"), r"^rank 1 cannot listen at .* has that port"),
     ],
 )
 def test_a_backend_that_fails_is_not_told_as_a_missing_rank(error: Exception, message: str) -> None:

@@ -255,13 +255,15 @@ def _wait(pids: list[int]) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that nobody listens on, below those that the kernel gives to connections: Ray opens hundreds."""
+    import random
     import socket
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    numbers = random.Random()  # its own, as tests seed the common one
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port := numbers.randrange(20_000, 32_000)))  # Ray's workers have those up to 20000
+            return port
 
 
 if __name__ == "__main__":

@@ -113,6 +113,11 @@ def joining(rank: int, world_size: int, timeout: timedelta, *, remedy: str = CON
         ) from error
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"rank {rank} cannot listen at {where}: another program has that port; set MASTER_PORT, or the "
+                "launcher's option for it, to one that is free"
+            ) from error
         raise UsageError(
             f"rank {rank} waited {timeout.total_seconds():.0f} s at {where} for all {world_size} "
             f"processes ({str(error).splitlines()[0]}); see the output of the ones that are missing, and whether "

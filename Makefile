@@ -21,7 +21,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train demo test test-slow test-full test-colossalai test-newest test-oldest docs lint format
+.PHONY: help install train demo test test-slow test-all test-full test-colossalai test-newest test-oldest docs lint format
 .PHONY: keep-losses gpu-check gpu-site gpu-wheels constraints clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make demo                              teach the digits model a subject on a page in the browser"
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
+	@echo "make test-all                          both in one session"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
 	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
 	@echo "make test-newest | test-oldest         the default tests with the newest releases, or with the oldest allowed ones"
@@ -65,22 +66,25 @@ demo: $(STAMP)
 	$(RUN) -m sd_lightning.ui $(ARGS)
 
 # Files are begun in the order of conftest.py.
-IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1) and not alone and not gpu"
+IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1)not alone and not gpu"
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
-DEFAULT_TESTS = $(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
+DEFAULT_TESTS = $(call IN_WORKERS,not slow and ) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
 
 test: $(STAMP)
 	$(DEFAULT_TESTS)
 
-test-slow: $(STAMP)
-	status=0; $(call IN_WORKERS,slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
+# In one session: what the files import, and what their modules prepare, is needed once.
+test-all: OF_WORKERS =
+test-slow: OF_WORKERS = slow and
+test-all test-slow: $(STAMP)
+	status=0; $(call IN_WORKERS,$(OF_WORKERS) ) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
 	$(call ALONE,slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; exit $$status
 
 # RESULTS=benchmarks/results keeps a line about it.
 TO_RESULTS = $(if $(RESULTS),--results="$(RESULTS)")
 test-full: $(STAMP)
-	status=0; $(call IN_WORKERS,full) --part="$(PART)" $(TO_RESULTS) $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
+	status=0; $(call IN_WORKERS,full and ) --part="$(PART)" $(TO_RESULTS) $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
 	$(call ALONE,full) --part="$(PART)" $(TO_RESULTS) $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; exit $$status
 
 # With its dependencies it would replace torch, diffusers and transformers by old releases: docs/colossalai.md.

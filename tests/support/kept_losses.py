@@ -22,7 +22,7 @@ from sd_lightning import _conf, train
 from strategy_jobs import Losses
 
 FILE = REPO / "tests" / "kept" / "losses.json"
-STEPS = 30
+STEPS = 10
 OBJECTIVES = ("epsilon", "v_prediction", "sample", "flow")
 STRATEGIES = sorted({file.stem for file in (REPO / "conf" / "strategy").glob("*.yaml")} - {"auto", "colossalai"})
 """All but the one that picks another, and the one that needs CUDA."""

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from glyph import write_photos
+from ranks import free_port
 from sd_lightning import LatentDiffusion
 from sd_lightning.storage import runs
 
@@ -119,9 +119,7 @@ class Server:
     """The page's server, as a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "sd_lightning.ui", f"port={port}"]
+        command = [sys.executable, "-m", "sd_lightning.ui", f"port={free_port()}"]
         self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[1].rstrip("/")

@@ -186,7 +186,7 @@ def test_a_rank_that_dies_before_the_others_have_joined_ends_them(
     wait_for(lambda: not ranks_in(tmp_path), 60)
 
 
-@pytest.mark.slow
+@pytest.mark.full("exits")
 def test_ctrl_c_leaves_nothing_behind(start: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     process = start(*PROGRAM, f"model.pretrained={folders['float']}", *LONG)
     process.stdout.readline()

@@ -89,7 +89,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for number, name in enumerate(("single", *names, "single")):
                 world = {0: 1, len(names) + 1: 0}.get(number, 2)
                 steps = 2 * number + 2
-                leg = {"strategy": name, "steps": steps, "resume": resume, "run_dir": str(run_dir), "sample_every": 2}
+                leg = {"strategy": name, "steps": steps, "resume": resume, "run_dir": str(run_dir)}
                 jobs[world][f"{family}:relay {names[0]}:{number}"] = leg
                 resume = str(run_dir / "checkpoints" / f"step-{steps:08d}")
         for name in STRATEGIES:

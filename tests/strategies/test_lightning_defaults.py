@@ -156,7 +156,7 @@ def assert_as_one_strategy(ours: dict[str, Any], theirs: dict[str, Any]) -> None
 
 @pytest.mark.slow
 @pytest.mark.needs("{names}", "ddp+ddp+ddp")
-@pytest.mark.parametrize("names", keep(SEQUENCES[::2], SEQUENCES))
+@pytest.mark.parametrize("names", keep(SEQUENCES[::3], SEQUENCES))
 def test_one_module_is_fitted_under_one_strategy_after_the_other(results: dict[str, Any], names: str) -> None:
     assert_as_one_strategy(results[names], results["ddp+ddp+ddp"])
 

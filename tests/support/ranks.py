@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -210,6 +211,7 @@ def serve() -> None:
             getattr(importlib.import_module(package), name)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads do not survive a fork"
+    gc.freeze()  # DeepSpeed collects garbage in every run: of what is imported there is none
     for line in sys.stdin:
         order = json.loads(line)
         pids = []

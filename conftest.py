@@ -238,6 +238,15 @@ def little_garbage() -> None:
         gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_left() -> Iterator[None]:
+    """Destroy the process group that a training in this process leaves: tests of other files begin without one."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def own_sigterm() -> Iterator[None]:
     """Give SIGTERM its handler back: Ray leaves one that ends the process, in tests of other files, too."""

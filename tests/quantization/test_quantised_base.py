@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import small_training as small
 from composing import Compose
-from one_rank import one_rank_group, own_group  # noqa: F401
+from one_rank import one_rank_group
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import preflight
 from sd_lightning.apps.run_spec import RunSpec
@@ -416,7 +416,6 @@ class OwnSetup(SDLightningModule):
         """Does not call that of its base class."""
 
 
-@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("how", ["read_deferred", "own setup"])
 def test_a_base_in_files_is_quantised_however_they_are_read(how: str, folder: Path) -> None:
     expected, module = (on_base(folder, Lora(base="nf4", rank=2)) for _ in range(2))

@@ -69,8 +69,9 @@ def test_two_processes_compute_what_one_device_computes(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_compute_what_one_device_computes(folder: Path) -> None:
-    jobs = {f"{name}{kind}": {"folder": str(folder / f"{name}{kind}")} for name in BY_FOUR for kind in ("", "-int8")}
+@pytest.mark.parametrize("names", [BY_FOUR[::2], pytest.param(BY_FOUR[1::2], marks=pytest.mark.full("platform"))])
+def test_four_processes_compute_what_one_device_computes(folder: Path, names: tuple[str, ...]) -> None:
+    jobs = {f"{name}{kind}": {"folder": str(folder / f"{name}{kind}")} for name in names for kind in ("", "-int8")}
     found = ranks.run_jobs_of_all("tensor_parallel_jobs", jobs, folder, world_size=4)
     for name in jobs:
         check(found, name)

@@ -17,7 +17,6 @@ from sd_lightning import _conf, doctor
 from sd_lightning.remote import machine
 from sd_lightning.remote.doctor import Rank, changes_for, transports
 from sd_lightning.remote.machine import Change, Fact, examine
-from suites import keep
 
 Ask = Callable[..., tuple[int, str]]
 
@@ -229,8 +228,8 @@ def test_nodes_with_gpus_measure_and_the_head_does_not(cluster: Any, ask: Ask, m
         ray.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", keep(["srun"], ["torchrun", "srun"], "cluster"))
+@pytest.mark.full("cluster")
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_processes_of_a_launcher_are_used(launcher: str, tmp_path: Path) -> None:
     program = ["-m", "sd_lightning.doctor", f"output_dir={tmp_path}"]
     settings = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -204,6 +204,7 @@ def test_a_machine_that_cannot_encode_is_refused_in_one_line(
     assert not [name for name in files(tmp_path / "store") if ".tmp" in name]
 
 
+@pytest.mark.full("cluster")
 def test_a_worker_that_dies_while_it_starts_is_replaced_and_each_looks_for_the_store(
     ray: Any, tmp_path: Path, notes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,7 +318,7 @@ def test_workers_share_gpus(tmp_path: Path, run_python: Any) -> None:
     assert sorted(path.read_text() for path in (tmp_path / "notes").iterdir()) == ["0", "0", "1", "1"]
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_a_store_in_a_bucket(ray: Any, ray_address: str, s3: Any, tmp_path: Path, notes: Path) -> None:
     ray.shutdown()
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

@@ -167,7 +167,7 @@ def history(folder: Path, bucket: Location) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("every", [31, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [31, pytest.param(3, marks=pytest.mark.full("kills"))])
 def test_whatever_request_is_the_last_what_counts_as_whole_is_whole(
     every: int, s3: S3Server, bucket: Location, tmp_path: Path
 ) -> None:

@@ -44,8 +44,7 @@ for _family, _name in itertools.product(TINY_TRANSFORMERS, ("ddp", "fsdp", "zero
     _own = {"folder": _family, "frozen_text": True}
     TRAINED[f"{_family}_{_name}"] = TRAINED[_name] | _own
     TRAINED[f"{_family}_{_name}_lora"] = TRAINED[_name] | _own | {"lora": True, "targets": ["to_q", "to_v"]}
-TRAINED_FIRST = ("ddp_lora", "zero2", "zero3_bf16", "gemini_bf16_lora")
-TRAINED_FIRST += ("tiny_klein_gemini", "tiny_z_image_zero3_lora", "tiny_qwen_image_fsdp")
+TRAINED_FIRST = ("ddp_lora", "zero3_bf16", "gemini_bf16_lora", "tiny_klein_gemini", "tiny_qwen_image_fsdp")
 """One of each engine, in either precision, of all weights and of adapters."""
 SHARDED = ("part:fsdp", "part:gemini", "wide_tiny_klein:gemini", "wide_tiny_z_image:fsdp")
 SHARDED += ("sd21:fsdp", "sd21:gemini", "wide_tiny_klein:fsdp", "wide_tiny_z_image:gemini")

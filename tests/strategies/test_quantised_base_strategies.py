@@ -25,16 +25,15 @@ BASES: dict[str, dict[str, Any]] = {
 FAMILIES = {"unet": lambda: few_blocks(seed=1), "tiny_klein": lambda: for_ragged_captions("tiny_klein", seed=1)}
 CASES = [(family, name, base) for family in FAMILIES for name in STRATEGIES for base in BASES]
 FIRST = [
-    *(("unet", "fsdp", "dora"), ("unet", "zero3", "dora"), ("unet", "gemini_offload", "dora")),
+    *(("unet", "fsdp", "dora"), ("unet", "gemini_offload", "dora")),
     *(("unet", "ddp", "int8"), ("unet", "fsdp", "nf4_dora_merged"), ("unet", "gemini_offload", "nf4")),
     *(("tiny_klein", "zero3", "nf4_dora_merged"), ("tiny_klein", "zero1", "nf4"), ("tiny_klein", "gemini", "int8")),
-    *(("unet", "zero2", "nf4"), ("tiny_klein", "fsdp_offload", "int8")),
+    ("tiny_klein", "fsdp_offload", "int8"),
 ]
 BF16 = [
     ("unet", "gemini", "nf4"),
     ("tiny_klein", "fsdp", "int8"),
     ("tiny_klein", "zero3", "nf4"),
-    ("unet", "ddp", "nf4"),
 ]
 
 

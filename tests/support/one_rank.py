@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
 _COUNTED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -22,14 +21,6 @@ def one_rank_group(backend: str) -> Iterator[Counter[str]]:
         with with_collectives() as counts:
             yield counts
     finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def own_group() -> Iterator[None]:
-    """Destroy the process group that a training in this process leaves, which tests of other files do not expect."""
-    yield
-    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -11,7 +11,6 @@ import torch
 
 import small_training as small
 from composing import Compose
-from one_rank import own_group  # noqa: F401
 from sd_lightning import AutoStrategy, SDLightningModule, UsageError
 from sd_lightning.apps.preflight import check_optimizer
 from sd_lightning.apps.run_spec import RunSpec
@@ -106,7 +105,6 @@ def test_a_users_own_hook_is_called_once_a_batch() -> None:
     assert module.batches == (0, 1)
 
 
-@pytest.mark.usefixtures("own_group")
 def test_they_need_whole_weights() -> None:
     pytest.importorskip("prodigyopt")
     module = small.module(optimizer=prodigy)
@@ -114,7 +112,6 @@ def test_they_need_whole_weights() -> None:
         small.fit(module, small.data(), 1, strategy=GeminiStrategy())
 
 
-@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_planner_goes_on_to_a_strategy_that_can_step_them(name: str) -> None:
     pytest.importorskip(PACKAGES[name])

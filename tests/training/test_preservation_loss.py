@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import small_training
-from one_rank import own_group  # noqa: F401
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.data.preservation import Preservation
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
@@ -119,7 +118,6 @@ def test_without_adapters_a_network_computes_what_it_did_and_stays_as_it_was() -
     assert before == {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_a_run_stays_nearer_to_the_base_and_logs_how_near(strategy: str) -> None:
     found = {}

@@ -93,7 +93,7 @@ test-colossalai: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps $(COLOSSALAI)
 	$(RUN) -m pytest -m "not gpu" tests/strategies/test_colossalai.py $(PYTEST_ARGS)
 
-# Seven minutes; name the change in CHANGELOG.md.
+# Name the change in CHANGELOG.md.
 keep-losses: $(STAMP)
 	$(RUN) tests/support/kept_losses.py
 

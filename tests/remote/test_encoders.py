@@ -90,6 +90,7 @@ def test_losses_do_not_depend_on_deaths_of_encoders_nor_on_resuming(ray: Any, tm
         4: lambda: os.kill(pids[1], signal.SIGKILL),
     }
     assert fit(loaders, 12, Call(deaths)) == fit()
+    loaders = RayEncoders(1, run=tmp_path)
 
     def trained(name: str, steps: int, resume: Path | None, loaders: RayEncoders | None) -> Path:
         saving = small.Saving(tmp_path / name, resume=resume)

@@ -178,6 +178,7 @@ def test_a_strategy_that_measures_cannot_be_planned(compose: Compose, hardware: 
         planning.choose_plan(RunSpec.of(cfg))
 
 
+@pytest.mark.full("platform")
 def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardware) -> None:
     def plan_for(gigabytes: float) -> TrainingPlan:
         hardware(gigabytes)

@@ -197,7 +197,7 @@ def test_no_cluster_at_the_address(ask: Ask) -> None:
     assert code == 2 and text.startswith("error: launcher=ray: no Ray cluster answers at 127.0.0.1:1")
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_ray_with_one_node(ray: Any, ray_address: str, ask: Ask, tmp_path: Path) -> None:
     code, text = ask("launcher=ray", f"launcher.address={ray_address}", f"output_dir={tmp_path}")
     assert "2 processes on 1 machine" in text and re.search(r"^  all-reduce +64 MB: ", text, re.MULTILINE), text

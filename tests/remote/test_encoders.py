@@ -119,7 +119,7 @@ def test_losses_do_not_depend_on_the_number_of_encoders_nor_on_their_type(ray: A
     assert fit(loaders, 7, dtype="float32", texts=True) == fit(None, 7, dtype="float32", texts=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_two_ranks_share_the_encoders(ray_address: str, tmp_path: Path) -> None:
     jobs: dict[str, dict[str, Any]] = {
         "near": {"address": None},

@@ -102,7 +102,7 @@ def test_two_of_three_encoders_are_killed_and_the_bytes_are_those_of_this_proces
     assert files(tmp_path / "there") == files(tmp_path / "here"), "nothing else is left"
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 @pytest.mark.parametrize(
     ("encoder", "reason", "processes"),
     [(Deadly, "ActorDiedError: ", 2), (Failing, "RuntimeError: no memory at all", 2)],
@@ -123,7 +123,7 @@ def test_an_encoder_that_keeps_dying_or_fails_is_named(
     assert not files(tmp_path / "store")
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_a_cluster_whose_cpus_others_hold_is_one_line(ray: Any, tmp_path: Path, notes: Path) -> None:
     holder = ray.remote(num_cpus=7.5)(type("Holder", (), {"hold": lambda self: True})).remote()
     assert ray.get(holder.hold.remote())

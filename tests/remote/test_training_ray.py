@@ -390,7 +390,7 @@ def test_what_is_wrong_is_not_tried_again(start: Start, tmp_path: Path) -> None:
     assert "goes on" not in shown and "Traceback" not in shown and shown.count("cannot see") == 1, shown
 
 
-@pytest.mark.slow
+@pytest.mark.full("cluster")
 def test_a_full_cluster_is_waited_for_and_named(ray: Any, start: Start) -> None:
     from ray.util.queue import Queue
 

@@ -163,9 +163,7 @@ def test_weights_under_adapters_are_loaded_in_the_type_that_they_are_kept_in(
     for found in results[f"lora:{size}:{name}:files"]:
         assert found["differing"] == found["saved"] == []
         assert found["kept"] <= (0.51 if name == "ddp" else 0.27) * found["float32"]
-        assert found["kept"] < found["peak"] <= 1.4 * found["kept"] + found["largest"], (
-            "more is read ahead of a busy core"
-        )
+        assert found["kept"] < found["peak"] <= 1.4 * found["kept"] + found["largest"]
     for found in results[f"lora:part:{name}:memory"]:
         assert found["differing"] == found["saved"] == []
         assert found["peak"] > found["float32"] > 1.9 * found["kept"], "weights that are not in files are made first"

@@ -123,7 +123,7 @@ def test_an_incomplete_batch_in_parts_trains_like_a_whole_one(tmp_path: Path) ->
     assert (weights[0] - weights[1]).abs().max() < 1e-6
 
 
-@pytest.mark.full("engines")
+@pytest.mark.slow
 def test_three_processes_train_in_buckets_as_one_does_under_each_engine(tmp_path: Path) -> None:
     images = options_of(paint(tmp_path / "pictures"))
 

@@ -211,7 +211,7 @@ def serve() -> None:
             getattr(importlib.import_module(package), name)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads do not survive a fork"
-    gc.freeze()  # DeepSpeed collects garbage in every run: of what is imported there is none
+    gc.freeze()  # of what is imported nothing is garbage, for ranks that collect it
     for line in sys.stdin:
         order = json.loads(line)
         pids = []
